@@ -15,7 +15,7 @@ _COMMAND_MODULES = (
     "app.plan.commands",
     "app.node.topology.commands",
     "app.compile.commands",
-    "rehearsal.commands",
+    "app.operate.commands",
 )
 
 

@@ -1,0 +1,1 @@
+"""What an operator sees of a deployed environment, through the AWS API alone: status, logs."""
