@@ -70,7 +70,7 @@ def logs(
         output = target.client("ec2").get_console_output(InstanceId=instance_id).get("Output", "")
         typer.echo("\n".join(output.splitlines()[-lines:]))
         return
-    # Run Command cuts output at 24,000 characters: the newest lines are what is wanted, so they are cut there.
+    # Run Command cuts its output at 24,000 characters and keeps the first: cut here and keep the newest.
     command = f"journalctl --no-pager -o cat -n {lines} -u {shlex.quote(unit)} | tail -c 23000"
     result = run_on_hosts(target.client("ssm"), {instance_id: command})[instance_id]
     if result.error:

@@ -103,7 +103,8 @@ def read_status(target: Target, environment: str, *, ask_hosts: bool = True) -> 
 
 def _stacks(target: Target, environment: str) -> tuple[list[dict[str, Any]], dict[str, str]]:
     cloudformation = target.client("cloudformation")
-    stacks, outputs = [], {}
+    stacks: list[dict[str, Any]] = []
+    outputs: dict[str, str] = {}
     for name in (f"neuronfleet-{environment}-store", f"neuronfleet-{environment}"):
         try:
             stack = cloudformation.describe_stacks(StackName=name)["Stacks"][0]

@@ -39,9 +39,8 @@ class Target:
                 "aws_access_key_id": "rehearsal",
                 "aws_secret_access_key": "rehearsal",
             }
-        return boto3.client(
-            service, config=Config(retries={"max_attempts": 5, "mode": "standard"}), **options
-        )
+        make: Any = boto3.client
+        return make(service, config=Config(retries={"max_attempts": 5, "mode": "standard"}), **options)
 
 
 def rehearsal_state(home: Path | None = None) -> dict[str, Any] | None:
