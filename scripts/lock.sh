@@ -15,11 +15,6 @@ uv=.venv/bin/uv
 find_links=()
 [[ -z ${PIP_FIND_LINKS:-} ]] || find_links=(--find-links "$PIP_FIND_LINKS")
 
-overrides=$(mktemp)
-trap 'rm -f "$overrides"' EXIT
-# The torch that vLLM 0.13.0 was released with; its CPU build names a local version that no index holds.
-printf '%s\n' torch==2.9.1 torchvision==0.24.1 torchaudio==2.9.1 >"$overrides"
-
 compile() { # compile NAME PYTHON [uv options]: requirements/NAME.in -> requirements/NAME.lock
     local name=$1 python=$2
     shift 2
@@ -33,8 +28,8 @@ compile control 3.11 "$@" --universal --generate-hashes requirements/control.in
 compile engine-cpu 3.11 "$@" "${find_links[@]}" \
     --no-emit-package torchvision --no-emit-package torchaudio --no-emit-package torchcodec \
     --no-emit-package triton requirements/engine-cpu.in
-compile engine-vllm-neuron-2.28 3.12 "$@" --python-platform x86_64-manylinux_2_28 --override "$overrides" \
-    requirements/engine-vllm-neuron-2.28.in
+compile engine-vllm-neuron-2.28 3.12 "$@" --python-platform x86_64-manylinux_2_28 \
+    --override requirements/engine-vllm-neuron-2.28.override requirements/engine-vllm-neuron-2.28.in
 compile bundle-cpu 3.11 "$@" --generate-hashes "${find_links[@]}" \
     -c requirements/engine-cpu.lock requirements/bundle.in
 compile bundle-vllm-neuron-2.28 3.12 "$@" --generate-hashes --python-platform x86_64-manylinux_2_28 \
