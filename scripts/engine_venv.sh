@@ -17,8 +17,8 @@ requirements=$root/requirements
 engine_lock=$requirements/engine-cpu.lock
 bundle_lock=$requirements/bundle-cpu.lock
 control_lock=$requirements/control.lock
-# gguf reads the embedded model's file (app.compile.embedded_model); hosts never need it.
-gguf=gguf==0.19.0
+# What reads the embedded model's GGUF file (app.compile.embedded_model); hosts never need them.
+conversion=(gguf==0.19.0 accelerate==1.15.0)
 # With what the engine venv has already, these are all that pytest, hypothesis and openai need.
 tools=(pytest pytest-timeout pytest-asyncio hypothesis openai iniconfig pluggy sortedcontainers distro)
 
@@ -80,7 +80,11 @@ for tool in "${tools[@]}"; do
     awk -v name="$tool" 'index($0, name "==") == 1 {on = 1} on {print} on && !/\\$/ {exit}' "$control_lock" >>"$tool_lock"
 done
 "$uv" pip install --quiet --no-deps --require-hashes --requirement "$tool_lock"
-"$uv" pip install --quiet --no-deps "$gguf"
+"$uv" pip install --quiet --no-deps "${conversion[@]}"
+
+# The working tree's app/ is importable wherever a process starts (Ray's workers start in their own folder).
+site=$("$dest/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+echo "$root" >"$site/neuronfleet.pth"
 
 echo "$wanted" >"$stamp"
 echo "engine_venv: done in $((SECONDS - started)) s"
