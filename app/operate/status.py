@@ -16,7 +16,8 @@ HOST_STATUS_COMMAND = "/opt/neuronfleet/venv/bin/neuronfleet-node status"
 
 @dataclass(frozen=True)
 class Host:
-    """One instance. ``target_health`` is elbv2's state, or ``none`` for a host that takes no requests."""
+    """One instance. ``target_health`` is elbv2's state, or ``none`` for a host that takes no requests;
+    ``launched`` is an ISO 8601 time."""
 
     instance_id: str
     private_ip: str
@@ -24,6 +25,7 @@ class Host:
     role: str
     state: str
     target_health: str
+    launched: str = ""
     target_reason: str = ""
     raylets: list[dict[str, Any]] = field(default_factory=list)
     replicas: list[dict[str, Any]] = field(default_factory=list)
@@ -154,6 +156,7 @@ def _hosts(
                 role=roles[instance_id],
                 state=instance["State"]["Name"],
                 target_health=health.get(instance_id, {}).get("State", "none"),
+                launched=instance["LaunchTime"].isoformat() if instance.get("LaunchTime") else "",
                 target_reason=health.get(instance_id, {}).get("Description", ""),
             )
         )

@@ -1,0 +1,100 @@
+"""The real ``cdk`` command line against the rehearsal's API: synth, bootstrap, deploy."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rehearsal.home import REPOSITORY, Home, read_events
+from rehearsal.interfaces import RehearsalError
+
+Say = Callable[[str], None]
+
+
+class Cdk:
+    """Runs the project's own CDK command line with credentials and endpoint of the rehearsal."""
+
+    def __init__(self, home: Home, state: dict[str, Any], environment: str) -> None:
+        self.home = home
+        self.state = state
+        self.environment = environment
+        self.assembly = home.path / "cdk" / environment
+
+    def synth(self, say: Say, context: dict[str, str]) -> None:
+        """Synthesize ``environment`` with its rehearsal table into :attr:`assembly`."""
+        arguments = ["synth", "--quiet", "--output", str(self.assembly), "-c", f"env={self.environment}"]
+        for key, value in {"rehearsal": "true", **context}.items():
+            arguments += ["-c", f"{key}={value}"]
+        self._run("synth", arguments, say)
+
+    def bootstrap(self, say: Say) -> None:
+        """Make the CDK toolkit stack unless it is there."""
+        target = f"aws://{self.state['account']}/{self.state['region']}"
+        self._run("bootstrap", ["bootstrap", target, "--app", str(self.assembly)], say)
+
+    def deploy(self, stack: str, say: Say, parameters: dict[str, str] | None = None) -> None:
+        """``cdk deploy`` of one stack from the assembly.
+
+        Raises:
+            RehearsalError: it failed; the message has CloudFormation's reason and names the log.
+        """
+        arguments = ["deploy", stack, "--app", str(self.assembly), "--require-approval", "never"]
+        arguments += ["--exclusively", "--progress", "events"]
+        for key, value in (parameters or {}).items():
+            arguments += ["--parameters", f"{stack}:{key}={value}"]
+        self._run(f"deploy-{stack}", arguments, say)
+
+    def _run(self, name: str, arguments: list[str], say: Say) -> None:
+        self.home.logs.mkdir(parents=True, exist_ok=True)
+        log = self.home.logs / f"cdk-{name}.log"
+        offset = self.home.events.stat().st_size if self.home.events.exists() else 0
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [str(REPOSITORY / "node_modules/.bin/cdk"), "--ci", *arguments],
+                cwd=REPOSITORY,
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            try:
+                while process.poll() is None:
+                    events, offset = read_events(self.home, offset)
+                    for event in events:
+                        say(str(event.get("message", "")))
+                    time.sleep(0.2)
+            except BaseException:
+                process.terminate()
+                process.wait(20)
+                raise
+        if process.returncode != 0:
+            raise RehearsalError(f"cdk {arguments[0]} failed: {_reason(log)}. Its log: {log}")
+
+    def _environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "CDK_"))}
+        return kept | {
+            "PATH": f"{REPOSITORY / '.venv/bin'}:{os.environ['PATH']}",
+            "AWS_ENDPOINT_URL": self.state["api_endpoint"],
+            "AWS_ACCESS_KEY_ID": "rehearsal",
+            "AWS_SECRET_ACCESS_KEY": "rehearsal",
+            "AWS_REGION": self.state["region"],
+            "AWS_DEFAULT_REGION": self.state["region"],
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "CDK_DISABLE_CLI_TELEMETRY": "true",
+            "NO_COLOR": "1",
+        }
+
+
+def _reason(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    failed = [line for line in lines if "_FAILED" in line]
+    for line in failed:
+        # The resource that failed first has the reason; the others only say that they were cancelled.
+        if "cancelled" not in line.lower():
+            return line.split("|")[-1].strip() if "|" in line else line
+    marked = [line for line in lines if "❌" in line or "error" in line.lower()]
+    return (marked or lines or ["no output"])[-1]
