@@ -1,9 +1,9 @@
 """Every port that a host's Ray and Serve use: fixed, disjoint for any number of raylets, known at synth.
 
-Ray's own defaults are random or clash when two raylets share a host, and a security group cannot name a random
-port. So each component has a range of its own, indexed by the raylet's place in the topology plan; the numbers
-never depend on how many raylets there are. All lie below 32768, where Linux starts to take the local ports of
-outgoing connections, and outside 23000-23999, from which Ray's client server takes ports.
+Ray's own defaults are random or clash when two raylets share a host, and a security group cannot name a
+random port. So each component has a range of its own, indexed by the raylet's place in the topology plan; the
+numbers never depend on how many raylets there are. All lie below 32768, where Linux starts to take the local
+ports of outgoing connections, and outside 23000-23999, from which Ray's client server takes ports.
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ def _check_serve_port(serve_port: int) -> None:
 def cluster_ingress(max_raylets: int = MAX_RAYLETS) -> list[PortRange]:
     """What hosts of one Ray cluster must accept from each other, and nothing else.
 
-    A security group of the ``cluster`` topology opens these from the cluster's own hosts; a ``cell`` host opens
-    none of them. The load balancer's port is not among them: it comes from the load balancer's group only.
+    A security group of the ``cluster`` topology opens these from the cluster's own hosts; a ``cell`` host
+    opens none of them. The load balancer's port is not among them: it comes from the load balancer's group
+    only.
 
     Args:
         max_raylets: raylets that a host may have; the default fits every Inf2 size.
