@@ -34,7 +34,8 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.e
 mkdir -p "$(dirname "$dest")"
 dest=$(cd "$(dirname "$dest")" && pwd)/$(basename "$dest")
 # One build at a time: two callers (make serve, make test) may come at once.
-exec 9>"$dest.lock"
+mkdir -p "$root/.cache"
+exec 9>"$root/.cache/engine-venv.lock"
 flock 9
 
 stamp=$dest/.neuronfleet-stamp

