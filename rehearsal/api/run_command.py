@@ -42,7 +42,9 @@ def patches(run: RunInMachine, is_running: Callable[[str], bool]) -> list[Patch]
     def send_command(self: Any, **arguments: Any) -> Any:
         unknown = [name for name in arguments.get("instance_ids") or [] if not is_running(name)]
         if unknown:
-            raise ValidationException(f"Instances {unknown} not in a valid state for account {self.account_id}")
+            raise ValidationException(
+                f"Instances {unknown} not in a valid state for account {self.account_id}"
+            )
         command = original(self, **arguments)
         script = "\n".join((arguments.get("parameters") or {}).get("commands", []))
         for invocation in command.invocations:

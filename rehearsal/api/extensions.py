@@ -1,0 +1,28 @@
+"""Every change to moto, in one list. Each subject's module says what and why; here is all that is installed."""
+
+from __future__ import annotations
+
+from rehearsal.api import autoscaling, instances, loadbalancing, stacks
+from rehearsal.api.patches import Patch, Patches
+from rehearsal.api.world import World
+
+
+def every_patch(world: World) -> list[Patch]:
+    """All of them; print ``[(p.target, p.why) for p in ...]`` to see what differs from plain moto."""
+    return [
+        *stacks.patches(world),
+        *instances.patches(world),
+        *autoscaling.patches(world),
+        *loadbalancing.patches(world),
+    ]
+
+
+def extend(world: World) -> Patches:
+    """Install all; ``remove()`` of what is returned takes them back.
+
+    Raises:
+        rehearsal.interfaces.RehearsalError: this moto is not the one that the patches are for.
+    """
+    patches = Patches(every_patch(world))
+    patches.install()
+    return patches

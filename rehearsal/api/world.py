@@ -1,0 +1,47 @@
+"""What the API's parts share: one lock, the event log, and what the load balancers and machines say."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rehearsal.events import EventLog
+from rehearsal.interfaces import TargetHealth, TargetKey
+
+ACCOUNT_ID = "123456789012"
+"""moto's default account: what it takes for credentials that it does not know."""
+
+log = logging.getLogger("rehearsal.api")
+
+
+@dataclass
+class World:
+    """The state beside moto's own.
+
+    Attributes:
+        region: the one region that is followed.
+        lock: held for each API request (S3's excepted, which is a world of its own) and for each step of a
+            stack operation and of the reconciler: moto's backends are plain dictionaries without locks.
+        target_health: what the load balancers said last.
+        console: reads an instance's console (text), empty when there is none.
+        draining: deregistered targets and the monotonic time at which their delay ends.
+        speed: seconds that a CloudFormation "minute" and the like are divided by; tests only.
+    """
+
+    events: EventLog
+    region: str = "us-east-1"
+    account: str = ACCOUNT_ID
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    target_health: dict[TargetKey, TargetHealth] = field(default_factory=dict)
+    draining: dict[TargetKey, float] = field(default_factory=dict)
+    console: Callable[[str], str] = lambda instance_id: ""
+
+    def backend(self, service: str) -> Any:
+        """moto's backend of ``service`` for this account and region."""
+        from moto.backends import get_backend
+
+        backends = get_backend(service)[self.account]
+        return backends["aws"] if service in {"iam", "s3", "sts"} else backends[self.region]
