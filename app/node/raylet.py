@@ -7,7 +7,8 @@ on which Ray drains it; ``ray stop`` would end every raylet of the host and is n
 
 Restarts: a worker raylet restarts alone. A head cannot start while another raylet of its old cluster lives on
 the host (Ray refuses), so in a cell the workers are bound to the head: it takes them down, waits for them by
-unit order, and pulls them up again (the unit neuronfleet-serve with them). In a cluster the head's host has no other raylet.
+unit order, and pulls them up again, neuronfleet-serve with them. In a cluster the head's host has no other
+raylet.
 """
 
 from __future__ import annotations
