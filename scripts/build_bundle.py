@@ -4,8 +4,9 @@
 
 The bundle holds ``install.sh``, ``bundle.env`` (what install.sh must know of the profile),
 ``requirements.lock`` and ``wheels/``: the wheels that the profile's lock names, for its Python on manylinux
-x86_64, and this project's own. It is byte-for-byte the same for the same inputs, and an unchanged input returns
-at once, from the record ``dist/bundle-<profile>.json`` (digest of the inputs; the bundle's sha256 and size in bytes).
+x86_64, and this project's own. It is byte-for-byte the same for the same inputs, and an unchanged input
+returns at once, from the record ``dist/bundle-<profile>.json`` (digest of the inputs; the bundle's sha256 and
+size in bytes).
 
 Exit code 1 with one reason on standard error: a wheel is missing, the index is out of reach, no such profile.
 """

@@ -86,10 +86,8 @@ make_folders() {
     [[ -n $root ]] || owner=(-o "$user" -g "$user")
     install -d -m 0755 "$root/etc/neuronfleet" "$home" "$root/etc/tmpfiles.d"
     install -d -m 0750 "${owner[@]}" "$root/var/lib/neuronfleet" "$root/var/lib/neuronfleet/artifacts"
-    # The socket paths of a Ray session must stay short, and its files must not outlive a boot.
     cat >"$root/etc/tmpfiles.d/neuronfleet.conf" <<TMPFILES
 d /run/neuronfleet 0755 $user $user -
-D /tmp/ray 0750 $user $user -
 TMPFILES
     [[ -n $root ]] || systemd-tmpfiles --create /etc/tmpfiles.d/neuronfleet.conf
 }
