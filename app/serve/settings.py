@@ -48,13 +48,17 @@ class ReplicaSettings(_Frozen):
 
     queue_limit: int = Field(default=256, ge=0, description="requests a replica holds beyond its batch")
     request_timeout_s: int = Field(default=3600, ge=1)
-    drain_timeout_s: int = Field(default=600, ge=1, description="how long a stopping replica's streams may go on")
+    drain_timeout_s: int = Field(
+        default=600, ge=1, description="how long a stopping replica's streams may go on"
+    )
     ready_fresh_s: float = Field(default=10.0, gt=0, description="a token this recent proves readiness")
     ready_deadline_s: float = Field(default=4.0, gt=0, description="how long one canary token may take")
 
     emulated_ttft_ms: float = Field(default=50.0, ge=0)
     emulated_itl_ms: float = Field(default=10.0, ge=0)
-    emulated_output_tokens: int = Field(default=256, ge=1, description="length at which an answer ends itself")
+    emulated_output_tokens: int = Field(
+        default=256, ge=1, description="length at which an answer ends itself"
+    )
     emulated_freeze_file: Path | None = Field(default=None, description="while it exists, no token comes")
 
     @property

@@ -138,7 +138,11 @@ class Scheduler:
             and not request.ignore_eos
             and self._eos is not None
         )
-        token = self._eos if ends_itself and self._eos is not None else self._passage[position % len(self._passage)]
+        token = (
+            self._eos
+            if ends_itself and self._eos is not None
+            else self._passage[position % len(self._passage)]
+        )
         request.given.append(token)
         finish, stop_token = None, None
         if ends_itself:
@@ -157,7 +161,12 @@ def core_factory(settings: ReplicaSettings) -> Callable[..., Any]:
     timing = FixedTiming(settings.emulated_ttft_ms / 1000, settings.emulated_itl_ms / 1000)
 
     def make(
-        vllm_config: Any, executor_class: Any, log_stats: bool, *args: Any, renderer: Any = None, **kwargs: Any
+        vllm_config: Any,
+        executor_class: Any,
+        log_stats: bool,
+        *args: Any,
+        renderer: Any = None,
+        **kwargs: Any,
     ) -> Any:
         tokenizer = renderer.get_tokenizer()
         scheduler = Scheduler(

@@ -1,0 +1,89 @@
+"""The Ray Serve deployment: one engine and its OpenAI server app in each replica, one hop from the proxy.
+
+The ASGI app is bound late: it needs the engine, and the engine needs the replica's block of cores and its event
+loop. Tokens therefore stream from the process that generates them; no handle lies between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from ray import serve
+
+from app.serve.admission import Admission
+from app.serve.binding import bind_replica
+from app.serve.engines.base import Engine, TextRequest, start_engine
+from app.serve.engines.vllm_engine import new_request_id
+from app.serve.front import Front
+from app.serve.log import configure_logging
+from app.serve.readiness import Readiness, TokenWatch
+from app.serve.settings import ReplicaSettings, resolve_settings
+
+DEPLOYMENT_NAME = "engine"
+
+
+class EngineDied(RuntimeError):
+    """The replica's engine can serve no more; Serve replaces the replica."""
+
+
+@serve.deployment(name=DEPLOYMENT_NAME)
+@serve.ingress()
+class EngineReplica:
+    """One replica. ``overrides`` are replica settings given at deployment; the rest is the host's own."""
+
+    def __init__(self, overrides: dict[str, Any]) -> None:
+        self._overrides = overrides
+        self._engine: Engine | None = None
+
+    async def __serve_build_asgi_app__(self) -> Front:
+        """Bind, start the engine, and give the app that serves it; Serve calls it once, before any traffic."""
+        started = time.monotonic()
+        context = serve.get_replica_context()
+        log = configure_logging(replica=context.replica_id.unique_id)
+        binding = bind_replica()
+        settings = resolve_settings(self._overrides)
+        shown = {"profile": settings.profile, "model": settings.model_name, **binding.describe()}
+        log.info("starting engine", extra=shown)
+        watch = TokenWatch()
+        engine = await start_engine(settings, watch.note)
+        self._binding, self._engine = binding, engine
+        readiness = Readiness(
+            watch,
+            canary=lambda: one_token(engine),
+            dead_reason=engine.dead_reason,
+            fresh_s=settings.ready_fresh_s,
+            deadline_s=settings.ready_deadline_s,
+        )
+        await self._first_token(engine, settings)
+        log.info("engine started", extra={**shown, "seconds": round(time.monotonic() - started, 1)})
+        return Front(engine, readiness, Admission(settings.batch_size, settings.queue_limit))
+
+    async def _first_token(self, engine: Engine, settings: ReplicaSettings) -> None:
+        """A replica joins when it has given a token: the first is the slowest, and no client should wait for it."""
+        if settings.emulated_freeze_file is not None and settings.emulated_freeze_file.exists():
+            return
+        await one_token(engine)
+
+    async def check_health(self) -> None:
+        """Asked by Serve periodically; raising replaces the replica.
+
+        Raises:
+            EngineDied: the engine's processes ended. A slow or stuck engine is unready, not unhealthy.
+        """
+        reason = None if self._engine is None else self._engine.dead_reason()
+        if reason is not None:
+            raise EngineDied(reason)
+
+    async def __del__(self) -> None:
+        """End the engine with the replica."""
+        if self._engine is not None:
+            await asyncio.to_thread(self._engine.shutdown)
+
+
+async def one_token(engine: Engine) -> None:
+    """Generate one token: proof that the engine works."""
+    request = TextRequest(request_id=new_request_id("canary"), prompt="Hello", max_tokens=1)
+    async for _ in engine.stream_text(request):
+        pass
