@@ -64,9 +64,17 @@ class HaProxy:
         for path in (self._config, self.stats_socket, self._master_socket):
             path.unlink(missing_ok=True)
 
-    def command(self, line: str) -> str:
-        """Ask the current worker's stats socket; empty when it does not answer."""
-        return _ask(self.stats_socket, line)
+    def command(self, line: str, worker: int | None = None) -> str:
+        """Ask a worker, by default the current one; empty when it does not answer."""
+        if worker is None:
+            return _ask(self.stats_socket, line)
+        return _ask(self._master_socket, f"@!{worker} {line}")
+
+    def old_workers(self) -> list[int]:
+        """Process ids of workers that a reload left, and that end with their last connection."""
+        shown = _ask(self._master_socket, "show proc")
+        old = shown.partition("# old workers")[2].partition("# programs")[0]
+        return [int(line.split()[0]) for line in old.splitlines() if line.split()[1:2] == ["worker"]]
 
     def _check(self, config: Path) -> None:
         checked = subprocess.run(

@@ -71,6 +71,10 @@ cloud_final_modules: [package-update-upgrade-install, write-files-deferred, scri
 """
 
 
+NEURON_DEVICES = {"inf2.xlarge": 1, "inf2.8xlarge": 1, "inf2.24xlarge": 6, "inf2.48xlarge": 12}
+"""Inferentia2 chips of each size (Amazon EC2 Inf2 instances, product page); other types have none."""
+
+
 @dataclass(frozen=True)
 class MachineFiles:
     """Files (path without leading slash -> content) and links (path -> target) of one machine."""
@@ -125,6 +129,10 @@ Scope=link
         'Acquire::Languages "none";\n',
         "etc/neuron-emulated.json": json.dumps({"instance_type": spec.instance_type}) + "\n",
     }
+    # EMULATED device nodes: what looks for them finds as many as the size has. Each is /dev/null.
+    devices = range(NEURON_DEVICES.get(spec.instance_type, 0))
+    nodes = [f"c /dev/neuron{device} 0666 root root - 1:3" for device in devices]
+    texts["etc/tmpfiles.d/neuron-emulated.conf"] = "".join(f"{node}\n" for node in nodes)
     files = {path: text.encode() for path, text in texts.items()}
     files["etc/ssl/certs/ca-certificates.crt"] = image_ca_store.rstrip() + b"\n" + authority
     files["usr/local/share/ca-certificates/neuronfleet-rehearsal.crt"] = authority

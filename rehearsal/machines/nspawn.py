@@ -29,6 +29,7 @@ STOP_GRACE_S = 120.0
 REMOVE_GRACE_S = 8.0
 """The same for ``remove_all``, where nothing is left to be told."""
 _RUN = Path("/run/systemd/nspawn")
+_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # Enters the machine's control groups, mounts the overlay in a mount namespace of its own, becomes nspawn.
 # The overlay is volatile: a machine's disk need not survive this machine's power failure, so no sync is paid.
@@ -95,7 +96,9 @@ class NspawnMachines:
         argv = [*launch, overlay, str(root), *entries, "--", *self._nspawn(spec, root)]
         console = self.console(spec.instance_id)
         console.unlink(missing_ok=True)
-        processes.spawn(argv, home / "process", console)
+        # A console of plain lines: no colour, nothing of the environment of whoever ran `make up`.
+        environment = {"TERM": "dumb", "PATH": _PATH, "LANG": "C.UTF-8"}
+        processes.spawn(argv, home / "process", console, environment=environment)
 
     def _nspawn(self, spec: MachineSpec, root: Path) -> list[str]:
         return [
@@ -174,10 +177,9 @@ class NspawnMachines:
             raise RehearsalError(f"{instance_id} is not running; its console: {self.console(instance_id)}")
         groups = [str(entry) for entry in cgroups.create(self._bridge, instance_id)]
         enter = ["sh", "-c", 'while [ "$1" != -- ]; do echo $$ >"$1" || true; shift; done; shift; exec "$@"']
-        clean = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", "TERM=dumb"]
-        path = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        clean = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", "TERM=dumb", f"PATH={_PATH}"]
         return subprocess.run(
-            [*enter, "run", *groups, "--", "nsenter", "--target", str(leader), "--all", *clean, path, *argv],
+            [*enter, "run", *groups, "--", "nsenter", "--target", str(leader), "--all", *clean, *argv],
             capture_output=True,
             text=True,
             timeout=timeout_s,
