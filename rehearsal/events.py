@@ -16,7 +16,7 @@ _KEPT = 20_000
 
 @dataclass(frozen=True)
 class Happening:
-    """One event: ``kind`` is ``subject.verb`` (``instance.launched``, ``signal.received``, ``stack.status``)."""
+    """One event: ``kind`` is ``subject.what`` (``instance.launched``, ``signal.received``)."""
 
     seq: int
     time: float
@@ -69,7 +69,7 @@ class EventLog:
             return [event for event in self._events if event.seq > seq]
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, poll_s: float = 0.5) -> bool:
-        """Wait until ``condition`` holds, asked at every event and every ``poll_s`` seconds; False: timed out.
+        """Wait until ``condition`` holds, asked at every event and each ``poll_s`` seconds; False: timed out.
 
         ``condition`` runs without this log's lock, so it may take others.
         """

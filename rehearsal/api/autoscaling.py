@@ -31,7 +31,7 @@ def patches(world: World) -> list[Patch]:
             groups.converge(world, self)
 
     def update_from_cloudformation_json(
-        cls: Any, original_resource: Any, new_resource_name: str, cloudformation_json: Any, **_: Any
+        cls: Any, /, original_resource: Any, new_resource_name: str, cloudformation_json: Any, **_: Any
     ) -> Any:
         groups.reconfigure(world, original_resource, cloudformation_json["Properties"], rolling=False)
         return original_resource
@@ -130,11 +130,13 @@ def patches(world: World) -> list[Patch]:
 def _check_size(group: Any, wanted: int) -> None:
     if group.max_size is not None and wanted > int(group.max_size):
         raise ValidationError(
-            f"New SetDesiredCapacity value {wanted} is above max value {group.max_size} for the AutoScalingGroup."
+            f"New SetDesiredCapacity value {wanted} is above max value {group.max_size} "
+            "for the AutoScalingGroup."
         )
     if group.min_size is not None and wanted < int(group.min_size):
         raise ValidationError(
-            f"New SetDesiredCapacity value {wanted} is below min value {group.min_size} for the AutoScalingGroup."
+            f"New SetDesiredCapacity value {wanted} is below min value {group.min_size} "
+            "for the AutoScalingGroup."
         )
 
 

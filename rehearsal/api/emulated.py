@@ -1,4 +1,4 @@
-"""Resource types that moto's CloudFormation lacks: a physical id, attributes for Fn::GetAtt, and no behaviour.
+"""Resource types that moto's CloudFormation lacks: a physical id, attributes for Fn::GetAtt, no behaviour.
 
 Each is told as emulated in the event log when it is made, so that nobody takes it for the real thing. Types
 whose behaviour the hosts need (Secrets Manager secrets, bucket policies) do the real call on moto's backend.

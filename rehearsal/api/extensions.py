@@ -1,4 +1,4 @@
-"""Every change to moto, in one list. Each subject's module says what and why; here is all that is installed."""
+"""Every change to moto, in one list; each subject's module says what and why."""
 
 from __future__ import annotations
 

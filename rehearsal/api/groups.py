@@ -23,7 +23,7 @@ _LONGEST_RETRY_S = 60.0
 
 @dataclass
 class Member:
-    """The rehearsal's part of a group member; hangs on moto's InstanceState as ``rehearsal``. Monotonic times."""
+    """The rehearsal's part of a member; hangs on moto's InstanceState as ``rehearsal``. Monotonic times."""
 
     version: int
     launched: float
@@ -125,9 +125,11 @@ def _give_profile(ec2: Any, instance: Any, profile: dict[str, str]) -> None:
     name = profile.get("Name")
     arn = profile.get("Arn")
     if name or arn:
-        ec2.associate_iam_instance_profile(
+        association = ec2.associate_iam_instance_profile(
             instance.id, iam_instance_profile_name=name, iam_instance_profile_arn=arn
         )
+        # moto drops the association at termination; a host that shuts down still needs its role.
+        instance.rehearsal_profile = association.iam_instance_profile
 
 
 def image_of(world: World, image_id: str) -> str:
@@ -172,7 +174,7 @@ def converge(world: World, group: Any) -> None:
 
 
 def scale_in_choice(group: Any, count: int) -> list[Any]:
-    """Which members a scale-in takes: of the fullest zone, of an old version before the newest, oldest first."""
+    """Whom a scale-in takes: of the fullest zone, of an old version before the newest, oldest first."""
     now = version_of(group).number
     left = [state for state in staying(group) if not state.protected_from_scale_in]
     chosen: list[Any] = []
@@ -263,9 +265,12 @@ def _tick_member(world: World, group: Any, state: Any) -> None:
         _enter_service(world, group, state, member)
     elif state.lifecycle_state == "InService":
         _check_health(world, group, state, member)
-    elif state.lifecycle_state == "Terminating" and instance.state in {"running", "pending", "stopped"}:
-        if not targets.draining(world, instance.id):
-            world.backend("ec2").terminate_instances([instance.id])
+    elif (
+        state.lifecycle_state == "Terminating"
+        and instance.state in {"running", "pending", "stopped"}
+        and not targets.draining(world, instance.id)
+    ):
+        world.backend("ec2").terminate_instances([instance.id])
 
 
 def _enter_service(world: World, group: Any, state: Any, member: Member) -> None:

@@ -1,8 +1,8 @@
 """The one list of what the rehearsal changes in moto, and why.
 
-Each patch names the attribute that it replaces; installing fails when this moto has no such attribute, so that
-an upgrade of moto that moves one is noticed at start and not as a strange rehearsal. ``new=True`` marks what
-moto lacks altogether; installing then fails when moto has grown it, for ours should then go.
+Each patch names the attribute that it replaces; installing fails when this moto has no such attribute, so
+that an upgrade of moto that moves one is noticed at start and not as a strange rehearsal. ``new=True`` marks
+what moto lacks altogether; installing then fails when moto has grown it, for ours should then go.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class StackResources(parsing.ResourceMap):  # type: ignore[misc]
         self._template = template
         self._resource_json_map = template["Resources"]
         self.input_parameters = parameters
-        self.resolved_parameters = {}
+        self.resolved_parameters: dict[str, Any] = {}
         self.load()
 
     def create_one(self, world: World, name: str, stack_name: str) -> Any:

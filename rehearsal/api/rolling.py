@@ -105,8 +105,8 @@ class RollingUpdate:
                 )
             if time.monotonic() > started + policy.pause_s:
                 raise RollingUpdateFailed(
-                    f"Failed to receive {needed - len(self.book.successes)} resource signal(s) for the current "
-                    "batch. Each resource signal timeout is counted as a FAILURE."
+                    f"Failed to receive {needed - len(self.book.successes)} resource signal(s) for the "
+                    "current batch. Each resource signal timeout is counted as a FAILURE."
                 )
             yield ""
 

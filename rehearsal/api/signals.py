@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-# What hosts write to their console when a boot step fails; the last such line is the reason.
-_REASON = re.compile(
-    r"neuronfleet[\w@.-]*(?:\[\d+\])?:? *(?:FAILED|FAILURE)[: ]+(?P<reason>.+)", re.IGNORECASE
-)
+# What a host writes to its console when a boot step fails (app/node/report.py), or when user data does.
+_REASON = re.compile(r"(?:neuronfleet-failed:|neuronfleet: FAILURE) *(?:i-[0-9a-f]+:? *)?(?P<reason>.+)")
 
 
 @dataclass

@@ -135,9 +135,7 @@ class StackOperation:
         resource = self.map.resource(name)
         known = self.record.resources.get(name)
         physical = str(resource.physical_resource_id) if resource else (known.physical_id if known else "")
-        self.record.resources[name] = ResourceState(
-            kind, physical, status, reason, datetime.now(UTC)
-        )
+        self.record.resources[name] = ResourceState(kind, physical, status, reason, datetime.now(UTC))
         self.stack.events.append(
             Event(
                 stack_id=self.stack.stack_id,

@@ -92,8 +92,8 @@ class _Calls:
             change_set = _find_change_set(backend, change_set_name, stack_name)
             if change_set.execution_status != "AVAILABLE":
                 raise ValidationError(
-                    message=f"ChangeSet [{change_set.change_set_id}] cannot be executed in its current status "
-                    f"of [{change_set.status}]"
+                    message=f"ChangeSet [{change_set.change_set_id}] cannot be executed in its current "
+                    f"status of [{change_set.status}]"
                 )
             change_set.execution_status = "EXECUTE_COMPLETE"
             stack = backend.stacks[change_set.stack_id]
