@@ -7,9 +7,9 @@ import os
 import sys
 import time
 
-from infra.settings import SettingsError, load_settings
 from rich.console import Console
 
+from infra.settings import SettingsError, load_settings
 from rehearsal import timeline
 from rehearsal.answer import Answer, ask
 from rehearsal.artifact import prepare_artifact, publish_artifact
