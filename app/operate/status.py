@@ -9,7 +9,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from app.operate.remote import run_on_hosts
-from app.operate.target import OperateError, Target, rehearsal_state
+from app.operate.target import OperateError, Target, ask_rehearsal
 
 HOST_STATUS_COMMAND = "/opt/neuronfleet/venv/bin/neuronfleet-node status"
 
@@ -199,8 +199,7 @@ def _client_url(target: Target, url: str) -> str:
     """The URL as a client on this machine reaches it: the rehearsal's load balancer is on loopback."""
     if not target.is_rehearsal or not url:
         return url
-    state = rehearsal_state() or {}
-    for balancer in state.get("load_balancers", []):
-        if balancer["dns_name"] in url and balancer.get("url"):
+    for balancer in ask_rehearsal("load_balancers"):
+        if balancer["dns_name"] in url and balancer["url"]:
             return str(balancer["url"])
     return url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,28 @@ def rehearsal_state(home: Path | None = None) -> dict[str, Any] | None:
     except PermissionError:
         pass
     return state
+
+
+def ask_rehearsal(op: str, home: Path | None = None, timeout_s: float = 10.0) -> Any:
+    """Ask the rehearsal's daemon over its control socket: one JSON line there, one back.
+
+    Raises:
+        OperateError: no daemon answers, or it refused.
+    """
+    home = home or Path(os.environ.get("NEURONFLEET_REHEARSAL_HOME", str(REHEARSAL_HOME)))
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(timeout_s)
+            connection.connect(str(home / "control.sock"))
+            connection.sendall(json.dumps({"op": op}).encode() + b"\n")
+            answer = json.loads(connection.makefile("rb").readline())
+    except (OSError, json.JSONDecodeError) as error:
+        raise OperateError(
+            f"the rehearsal in {home} does not answer ({error}): run `make up` again"
+        ) from None
+    if not answer["ok"]:
+        raise OperateError(f"the rehearsal refused {op}: {answer['error']}")
+    return answer["result"]
 
 
 def find_target(*, aws: bool = False) -> Target:
