@@ -87,6 +87,7 @@ class Daemon:
         self.platform = self._build(self.server.port)
         self._remove_leftovers()
         self.world.console = self._console
+        self.world.run_in_machine = self.platform.machines.run
         self.directory = InstanceDirectory(self.world)
         self.reconciler = Reconciler(self.world, self.platform, on_network=self._open_metadata)
         self.view = View(self.world, self.platform, self.reconciler)

@@ -6,8 +6,9 @@ fail, or do nothing), ``FakeLoadBalancer.answers`` says what each target answers
 
 from __future__ import annotations
 
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,12 @@ class FakeMachines:
 
     def states(self) -> dict[str, MachineState]:
         return dict(self._states)
+
+    def run(
+        self, instance_id: str, argv: Sequence[str], *, timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command on this machine: a fake host is this one."""
+        return subprocess.run(argv, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def console(self, instance_id: str) -> Path:
         return self.consoles / f"{instance_id}.log"

@@ -8,6 +8,8 @@ cannot do its work raises ``RehearsalError`` with a reason that a person can act
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -75,6 +77,11 @@ class Machines(Protocol):
 
     def console(self, instance_id: str) -> Path:
         """The file that holds the machine's console; it may not exist yet, and outlives the machine."""
+
+    def run(
+        self, instance_id: str, argv: Sequence[str], *, timeout_s: float = 60.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command in a machine as root (any thread); raises RehearsalError when it does not run."""
 
     def remove_all(self) -> None:
         """Stop and remove every machine of this home, also those of a daemon that died; waits for the end."""

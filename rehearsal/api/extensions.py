@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal.api import autoscaling, instances, loadbalancing, stacks
+from rehearsal.api import autoscaling, instances, loadbalancing, run_command, stacks, storage
 from rehearsal.api.patches import Patch, Patches
 from rehearsal.api.world import World
 
@@ -14,6 +14,8 @@ def every_patch(world: World) -> list[Patch]:
         *instances.patches(world),
         *autoscaling.patches(world),
         *loadbalancing.patches(world),
+        *run_command.patches(world),
+        *storage.patches(world),
     ]
 
 

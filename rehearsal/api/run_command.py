@@ -1,17 +1,17 @@
 """Systems Manager's Run Command: moto answers that every command succeeded, with no output, at once.
 
-Here a command of ``AWS-RunShellScript`` runs in the machine of each instance, as the agent on a host would run
-it: as root, through ``sh``, output cut at the agent's limit.
+Here a command of ``AWS-RunShellScript`` runs in the machine of each instance, as the agent on a host would
+run it: as root, through ``sh``, output cut at the agent's limit.
 """
 
 from __future__ import annotations
 
 import subprocess
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rehearsal.api.patches import Patch
+from rehearsal.api.world import RunInMachine, World
 from rehearsal.interfaces import RehearsalError
 
 OUTPUT_LIMIT = 24_000
@@ -19,28 +19,16 @@ OUTPUT_LIMIT = 24_000
 DEFAULT_TIMEOUT_S = 60.0
 
 
-class RunInMachine(Protocol):
-    """Runs a command in an instance's machine; raises RehearsalError when the machine does not run."""
-
-    def __call__(
-        self, instance_id: str, argv: Sequence[str], *, timeout_s: float
-    ) -> subprocess.CompletedProcess[str]: ...
-
-
-def patches(run: RunInMachine, is_running: Callable[[str], bool]) -> list[Patch]:
-    """The patch of SendCommand.
-
-    Args:
-        run: how a command reaches a machine.
-        is_running: whether an instance can be asked at all.
-    """
+def patches(world: World) -> list[Patch]:
+    """The patch of SendCommand; commands reach a machine through ``world.run_in_machine``."""
     from moto.ssm.exceptions import ValidationException
     from moto.ssm.models import SimpleSystemManagerBackend
 
     original = SimpleSystemManagerBackend.send_command
 
     def send_command(self: Any, **arguments: Any) -> Any:
-        unknown = [name for name in arguments.get("instance_ids") or [] if not is_running(name)]
+        instances = {item.id for item in world.backend("ec2").all_instances() if item.state == "running"}
+        unknown = [name for name in arguments.get("instance_ids") or [] if name not in instances]
         if unknown:
             raise ValidationException(
                 f"Instances {unknown} not in a valid state for account {self.account_id}"
@@ -50,7 +38,7 @@ def patches(run: RunInMachine, is_running: Callable[[str], bool]) -> list[Patch]
         for invocation in command.invocations:
             invocation.update(Status="InProgress", StatusDetails="InProgress", ResponseCode=-1)
             threading.Thread(
-                target=_run, args=(run, invocation, script), name="run-command", daemon=True
+                target=_run, args=(world.run_in_machine, invocation, script), name="run-command", daemon=True
             ).start()
         return command
 
