@@ -11,6 +11,7 @@ from constructs import Construct
 
 from infra.nag import acknowledge
 from infra.settings import Settings
+from infra.tags import ENVIRONMENT_TAG
 
 ADDRESS_PENDING = "pending"
 """The address parameter's value until a head has written its own."""
@@ -28,6 +29,9 @@ class HeadRendezvous(Construct):
             string_value=ADDRESS_PENDING,
             description="Address of the Ray head host, written by that host",
         )
+        # AWS::SSM::Parameter takes tags as a map where everything else takes a list, and not every tool that reads
+        # templates knows: its name says the environment.
+        cdk.Tags.of(self.parameter).remove(ENVIRONMENT_TAG, priority=300)
         self.token = secretsmanager.Secret(
             self,
             "RayToken",

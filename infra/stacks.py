@@ -12,6 +12,7 @@ from infra.fleet import Fleet, FleetParts
 from infra.network import Network
 from infra.security import HostSecurity
 from infra.settings import Settings
+from infra.tags import ENVIRONMENT_TAG
 
 
 class StoreStack(cdk.Stack):
@@ -77,7 +78,7 @@ def add_stacks(app: cdk.App, settings: Settings, bundle: Bundle) -> tuple[StoreS
     name = f"neuronfleet-{settings.environment}"
     store = StoreStack(app, f"{name}-store", settings)
     fleet = FleetStack(app, name, settings, store.store, bundle)
-    cdk.Tags.of(app).add("neuronfleet:environment", settings.environment)
+    cdk.Tags.of(app).add(ENVIRONMENT_TAG, settings.environment)
     return store, fleet
 
 
