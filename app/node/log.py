@@ -53,5 +53,6 @@ def set_up_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(_PlainFormatter() if sys.stderr.isatty() else JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    # botocore tells of each credential look-up at INFO.
-    logging.getLogger("botocore").setLevel(logging.WARNING)
+    # They tell of each credential look-up and each request at INFO.
+    for name in ("botocore", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -61,6 +61,8 @@ def http_probe(client: httpx.Client, url: str) -> Probe:
     def probe() -> str | None:
         try:
             answer = client.get(url)
+        except httpx.TimeoutException:
+            return f"{url}: no answer yet"
         except httpx.HTTPError as error:
             return f"{url}: {type(error).__name__}"
         if answer.status_code == 200:
@@ -116,7 +118,7 @@ def wait_until_ready(
         NotReadyError: it does not within ``deadline_s`` seconds.
     """
     until = time.monotonic() + deadline_s
-    with httpx.Client(timeout=10.0, trust_env=False) as client:
+    with httpx.Client(timeout=5.0, trust_env=False) as client:
         if config.role == "head":
             wait_for("a Serve controller", controller_probe(client), until)
             return

@@ -199,7 +199,7 @@ StartLimitBurst=5
 Type=exec
 User={SERVICE_USER}
 Group={SERVICE_USER}
-ExecStart={VENV}/bin/python -m app.serve.deploy
+ExecStart=/usr/bin/env RAY_ADDRESS=${{HEAD_ADDRESS}} {VENV}/bin/python -m app.serve.deploy
 WorkingDirectory={STATE_DIR}
 {_ENVIRONMENT}{_RAY_ENVIRONMENT}Environment=HOME={STATE_DIR}
 Restart=on-failure
