@@ -174,7 +174,9 @@ def _numbers(values: tuple[int, ...]) -> str:
     return ", ".join(str(value) for value in values)
 
 
-_OLDER_COMPILER = "an older compiler compiled it: use profile transformers-neuronx-2.25 or another model"
+_OLDER_COMPILER = (
+    "compilers of SDK 2.24 and 2.25 compiled such models: choose another model, or an image of those SDKs"
+)
 
 VLLM_NEURON_2_28 = EngineProfile(
     name="vllm-neuron-2.28",
