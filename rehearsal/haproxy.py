@@ -134,6 +134,8 @@ def _ask(path: Path, line: str) -> str:
             connection.settimeout(5)
             connection.connect(str(path))
             connection.sendall(line.encode() + b"\n")
+            # The master keeps the connection open for more until it is told that none comes.
+            connection.shutdown(socket.SHUT_WR)
             parts = []
             while part := connection.recv(65536):
                 parts.append(part)

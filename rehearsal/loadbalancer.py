@@ -17,8 +17,9 @@ import json
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rehearsal.haproxy import HaProxy
@@ -36,15 +37,17 @@ from rehearsal.interfaces import (
 DEFAULT_PORTS = {80: 8080, 443: 8443}
 """Listener port -> first port that is tried on loopback; any other listener port has 10000 added."""
 PORT_VARIABLES = {80: "NEURONFLEET_HTTP_PORT", 443: "NEURONFLEET_HTTPS_PORT"}
+_SHOW_SERVERS = "show stat -1 4 -1"
 
 
 @dataclass(frozen=True)
 class _Server:
-    """A server of the running HAProxy, summed over its workers."""
+    """A server of the running HAProxy, with the result of its last health check."""
 
     status: str
     sessions: int
-    last_check: str
+    check: str
+    code: str
 
 
 class HaProxyLoadBalancer:
@@ -97,9 +100,14 @@ class HaProxyLoadBalancer:
             # What was refused is tried again at the next look, half a second later.
             with contextlib.suppress(RehearsalError):
                 self._converge()
+        old = self._old_sessions()
         for group, target in _targets(self._specs):
             key = (backend_name(group), server_name(target))
-            health = self._health(group, target, servers.get(key), self._since.get(key))
+            server = servers.get(key)
+            if target.draining:
+                health = _draining(old[key] + (server.sessions if server else 0))
+            else:
+                health = _health(group, server, self._since.get(key))
             found[group.arn, target.instance_id, target.port] = health
         return found
 
@@ -171,18 +179,24 @@ class HaProxyLoadBalancer:
     # Targets
 
     def _servers(self) -> dict[tuple[str, str], _Server]:
-        """(backend, server) -> what the workers say; sessions of workers that a reload left are counted."""
-        found: dict[tuple[str, str], _Server] = {}
-        for row in _rows(self._haproxy.command("show stat -1 4 -1")):
-            found[row["pxname"], row["svname"]] = _Server(
-                row["status"], int(row["scur"] or 0), row["last_chk"].strip() or row["check_status"]
+        """(backend, server) -> what the current worker says."""
+        return {
+            (row["pxname"], row["svname"]): _Server(
+                row["status"],
+                int(row["scur"] or 0),
+                row["check_status"].removeprefix("* "),
+                row["check_code"],
             )
+            for row in _rows(self._haproxy.command(_SHOW_SERVERS))
+        }
+
+    def _old_sessions(self) -> Counter[tuple[str, str]]:
+        """(backend, server) -> open sessions in workers that a reload left."""
+        sessions: Counter[tuple[str, str]] = Counter()
         for worker in self._haproxy.old_workers():
-            for row in _rows(self._haproxy.command("show stat -1 4 -1", worker=worker)):
-                key = row["pxname"], row["svname"]
-                if key in found:
-                    found[key] = replace(found[key], sessions=found[key].sessions + int(row["scur"] or 0))
-        return found
+            for row in _rows(self._haproxy.command(_SHOW_SERVERS, worker=worker)):
+                sessions[row["pxname"], row["svname"]] += int(row["scur"] or 0)
+        return sessions
 
     def _leftovers(self, servers: Mapping[tuple[str, str], _Server]) -> bool:
         """Whether servers are there that no target asks for, or the other way round."""
@@ -209,10 +223,9 @@ class HaProxyLoadBalancer:
 
     def _add(self, name: str, group: TargetGroupSpec, target: TargetSpec) -> None:
         self._must(f"add server {name} {server_arguments(group, target)}", said="New server registered.")
-        # Unhealthy until its checks say otherwise: a new server counts as healthy in HAProxy.
-        self._must(f"set server {name} health down")
-        self._must(f"set server {name} state ready")
-        self._must(f"enable health {name}")
+        # A new server is in maintenance; out of it, it counts as healthy until told otherwise. One line: no
+        # request gets in between.
+        self._must(f"set server {name} state ready; set server {name} health down; enable health {name}")
 
     def _drop(self, backend: str, server: str) -> None:
         """End a server and its open connections; one that still holds some goes at the next call."""
@@ -228,31 +241,38 @@ class HaProxyLoadBalancer:
         if answer != said:
             raise RehearsalError(f"the load balancer refused {command!r}: {answer or 'no answer'}")
 
-    def _health(
-        self, group: TargetGroupSpec, target: TargetSpec, server: _Server | None, since: float | None
-    ) -> TargetHealth:
-        if target.draining:
-            if server is None or server.sessions == 0:
-                return TargetHealth(TargetState.UNUSED, "Target.NotRegistered", "No open connection is left")
-            return TargetHealth(
-                TargetState.DRAINING,
-                "Target.DeregistrationInProgress",
-                "Target deregistration is in progress",
-            )
-        if server is None or since is None:
-            return TargetHealth(
-                TargetState.INITIAL, "Elb.RegistrationInProgress", "Target registration is in progress"
-            )
-        # "UP 1/2" is up with failed checks, "DOWN 1/2" down with passed ones.
-        if server.status.startswith("UP"):
-            return TargetHealth(TargetState.HEALTHY)
-        if time.monotonic() - since < group.health_check_interval_s * (group.unhealthy_threshold + 1):
-            return TargetHealth(
-                TargetState.INITIAL, "Elb.InitialHealthChecking", "Initial health checks in progress"
-            )
+
+def _draining(sessions: int) -> TargetHealth:
+    if sessions == 0:
+        return TargetHealth(TargetState.UNUSED, "Target.NotRegistered", "No open connection is left")
+    return TargetHealth(
+        TargetState.DRAINING, "Target.DeregistrationInProgress", "Target deregistration is in progress"
+    )
+
+
+def _health(group: TargetGroupSpec, server: _Server | None, since: float | None) -> TargetHealth:
+    """Health in elbv2's words (its API reference, TargetHealth)."""
+    if server is None or since is None:
         return TargetHealth(
-            TargetState.UNHEALTHY, "Target.FailedHealthChecks", f"Health checks failed: {server.last_check}"
+            TargetState.INITIAL, "Elb.RegistrationInProgress", "Target registration is in progress"
         )
+    # "UP 1/2" is up with failed checks, "DOWN 1/2" down with passed ones.
+    if server.status.startswith("UP"):
+        return TargetHealth(TargetState.HEALTHY)
+    if time.monotonic() - since < group.health_check_interval_s * (group.unhealthy_threshold + 1):
+        return TargetHealth(
+            TargetState.INITIAL, "Elb.InitialHealthChecking", "Initial health checks in progress"
+        )
+    if server.check == "L7STS":
+        reason, words = (
+            "Target.ResponseCodeMismatch",
+            f"Health checks failed with these codes: [{server.code}]",
+        )
+    elif server.check.endswith("TOUT"):
+        reason, words = "Target.Timeout", "Request timed out"
+    else:
+        reason, words = "Target.FailedHealthChecks", "Health checks failed"
+    return TargetHealth(TargetState.UNHEALTHY, reason, words)
 
 
 def _targets(specs: list[LoadBalancerSpec]) -> list[tuple[TargetGroupSpec, TargetSpec]]:

@@ -6,6 +6,7 @@ Machines trust the authority by their own CA store, as a host trusts Amazon's; n
 from __future__ import annotations
 
 import datetime
+import ipaddress
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,9 @@ def api_names(region: str) -> list[str]:
         f"*.dkr.ecr.{suffix}",
         f"*.s3.dualstack.{suffix}",
         f"*.s3-control.{suffix}",
+        # The load balancer's HTTPS listener, as AWS names it and as a client on this machine reaches it.
+        f"*.{region}.elb.amazonaws.com",
+        "localhost",
     ]
 
 
@@ -117,6 +121,8 @@ def _make_server(
     names: list[str], signer: ec.EllipticCurvePrivateKey, issuer: x509.Certificate
 ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
+    dns = [x509.DNSName(name) for name in names]
+    loopback = x509.IPAddress(ipaddress.IPv4Address("127.0.0.1"))
     certificate = (
         _builder(_subject("NeuronFleet rehearsal API"), key)
         .issuer_name(issuer.subject)
@@ -125,7 +131,7 @@ def _make_server(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False
         )
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in names]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([*dns, loopback]), critical=False)
         .sign(signer, hashes.SHA256())
     )
     return key, certificate
