@@ -309,4 +309,6 @@ Requires={needs}
 After={needs}
 
 [Service]
-{_ENVIRONMENT}"""
+{_ENVIRONMENT}# Ray lowers its workers' priority (nice 15); here they are what the host is for.
+Environment=RAY_worker_niceness=0
+"""
