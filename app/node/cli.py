@@ -204,11 +204,12 @@ def fail(unit: Annotated[str, typer.Argument(help="The unit that failed.")]) -> 
     """Report that a unit failed: FAILURE signal, Unhealthy mark, console. OnFailure= calls it."""
     from app.node.aws import client
     from app.node.host import MetadataError
-    from app.node.report import last_message, report_failure, unit_failed
+    from app.node.report import last_message, not_to_report, report_failure
 
     with _step("fail", MetadataError):
-        if not unit_failed(unit):
-            log.info("%s did not fail itself: what it needs did, and reports that", unit)
+        why_not = not_to_report(unit)
+        if why_not:
+            log.info("nothing to report of %s: %s", unit, why_not)
             return
         config = _config()
         instance_id = _instance_id()

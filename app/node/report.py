@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any, Literal
@@ -76,11 +77,21 @@ def _readable(text: str) -> str:
         return text
 
 
-def unit_failed(unit: str) -> bool:
-    """Whether the unit itself failed, rather than one that it depends on (whose own handler reports)."""
-    command = ["systemctl", "show", "--property=ActiveState", "--value", unit]
+def not_to_report(unit: str) -> str | None:
+    """Why the handler of ``unit`` has nothing to report; None: the unit failed.
+
+    systemd also starts the handler of a unit whose requirement failed (that one's own handler reports), and
+    of a step that was stopped while it waited (somebody, or a shutdown, wanted that).
+    """
+    names = ("ActiveState", "Result", "ExecMainStatus")
+    command = ["systemctl", "show", f"--property={','.join(names)}", unit]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False).stdout
-    return shown.strip() == "failed"
+    state = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    if state.get("ActiveState") != "failed":
+        return "it did not fail itself: what it needs did, and reports that"
+    if state.get("Result") == "signal" and state.get("ExecMainStatus") == str(int(signal.SIGTERM)):
+        return "it was stopped"
+    return None
 
 
 def write_console(line: str, console: Path = CONSOLE) -> None:

@@ -40,8 +40,8 @@ Role = Literal["cell", "head", "worker"]
 
 NODE = f"{VENV}/bin/neuronfleet-node"
 
-# Seconds that a unit may take to stop: Serve lets streams end, the others have nothing to finish.
-SERVE_STOP_S = 330
+# Seconds that Serve has to let streams end (app.serve gives them up to 600) and to take itself down.
+SERVE_STOP_S = 660
 
 _ENVIRONMENT = f"""\
 EnvironmentFile={HOST_ENV_PATH}
