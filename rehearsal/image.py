@@ -125,12 +125,23 @@ def ensure_image(home: Path, progress: Progress = lambda _: None, variant: Varia
             with log_path.open("w") as log:
                 _build(building, variant, _Steps(log, log_path, progress))
             building.rename(image.folder)
+            _remove_older(home, image)
         except BaseException:
             progress("removing the unfinished image")
             shutil.rmtree(building, ignore_errors=True)
             raise
         progress(f"image {image.folder.name} built in {time.monotonic() - started:.0f} s")
     return image
+
+
+def _remove_older(home: Path, image: RootImage) -> None:
+    """Remove images of the same variant that this one replaces, unless a machine still lies on one."""
+    used = {path.read_text().strip() for path in (home / "machines").glob("*/image")}
+    for folder in image.folder.parent.glob(image.folder.name.partition("-")[0] + "-*"):
+        if folder != image.folder and folder.name not in used:
+            # Without image.json it is no image any more, wherever the removal is interrupted.
+            (folder / "image.json").unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

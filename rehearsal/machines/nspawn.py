@@ -85,6 +85,7 @@ class NspawnMachines:
         home.chmod(0o700)
         for path in (upper, root):
             path.chmod(0o755)
+        (home / "image").write_text(image.folder.name + "\n")
         (home / "spec.json").write_text(json.dumps(dataclasses.asdict(spec), indent=1))
         lay_down(
             machine_files(spec, self._authority().read_bytes(), image.ca_store, image.trusted_apt_source),
