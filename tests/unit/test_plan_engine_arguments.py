@@ -143,16 +143,15 @@ def test_buckets_are_passed_on_as_given() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "edges"), [(100, (100,)), (128, (128,)), (129, (128, 129)), (1152, (128, 256, 512, 1024, 1152))]
+    ("length", "edges"),
+    [(100, (100,)), (128, (128,)), (129, (128, 129)), (1152, (128, 256, 512, 1024, 1152))],
 )
 def test_automatic_buckets(length: int, edges: tuple[int, ...]) -> None:
     assert default_buckets(length) == edges
 
 
 def test_everything_wrong_is_named_at_once() -> None:
-    item = wanted(
-        model_path="org/model", tp_degree=12, context_buckets=(512, 256), token_buckets=(128, 1024)
-    )
+    item = wanted(model_path="org/model", tp_degree=12, context_buckets=(512, 256), token_buckets=(128, 1024))
     with pytest.raises(EngineArgumentError) as caught:
         engine_arguments(NEURON, item)
     for text in ("absolute local folder", "tp_degree 12", "[512, 256]", "must end with max_model_len 2048"):
@@ -177,7 +176,9 @@ def test_transformers_neuronx_has_options_instead_of_a_command_line() -> None:
 
 
 def test_compiled_artifacts_reach_the_neuron_engine_only() -> None:
-    assert engine_environment(NEURON, wanted(), compiled_artifacts="/a") == {"NEURON_COMPILED_ARTIFACTS": "/a"}
+    assert engine_environment(NEURON, wanted(), compiled_artifacts="/a") == {
+        "NEURON_COMPILED_ARTIFACTS": "/a"
+    }
     assert engine_environment(NEURON, wanted()) == {}
     assert "NEURON_COMPILED_ARTIFACTS" not in engine_environment(
         get_profile("cpu"), wanted(), compiled_artifacts="/a"

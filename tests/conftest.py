@@ -1,0 +1,10 @@
+"""What every tier's tests share."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+# A busy machine is no fault of the code: property tests are judged by what they find, not by how long they
+# take.
+settings.register_profile("neuronfleet", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("neuronfleet")
