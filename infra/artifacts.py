@@ -17,8 +17,8 @@ ALB_LOG_PREFIX = "load-balancer"
 class ArtifactStore(Construct):
     """A bucket: encrypted, TLS only, versioned, private. ``logs`` is None where access logs are off.
 
-    A fleet that runs on this bucket's artifacts must not lose it, so another stack imports it by export, which
-    CloudFormation refuses to remove while it is in use.
+    A fleet that runs on this bucket's artifacts must not lose it, so another stack imports it by export,
+    which CloudFormation refuses to remove while it is in use.
     """
 
     def __init__(self, scope: Construct, construct_id: str, settings: Settings) -> None:
@@ -50,7 +50,8 @@ class ArtifactStore(Construct):
             acknowledge(
                 self.bucket,
                 "AwsSolutions-S1",
-                "access logs are a setting (edge.access_logs); this environment leaves them out to keep its bill small",
+                "access logs are a setting (edge.access_logs); this environment leaves them out to keep "
+                "its bill small",
             )
 
     def _log_bucket(self, settings: Settings) -> s3.Bucket:

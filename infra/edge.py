@@ -45,7 +45,8 @@ class Edge(Construct):
             acknowledge(
                 group,
                 "AwsSolutions-EC23",
-                "the environment's settings open it to every client, which they may only with HTTPS or privately",
+                "the environment's settings open it to every client, which they may only with HTTPS or "
+                "privately",
             )
         self.load_balancer = elb.ApplicationLoadBalancer(
             self,
@@ -127,12 +128,13 @@ class Edge(Construct):
             acknowledge(
                 self.load_balancer,
                 "AwsSolutions-ELB2",
-                "access logs are a setting (edge.access_logs); this environment leaves them out to keep its bill "
+                "access logs are a setting (edge.access_logs); this environment leaves them out to keep "
+                "its bill "
                 "small",
             )
             return
-        # By attribute: log_access_logs() wants to know the region at synth, for the account that wrote such logs
-        # before the log delivery service did.
+        # By attribute: log_access_logs() wants to know the region at synth, for the account that wrote such
+        # logs before the log delivery service did.
         self.load_balancer.set_attribute("access_logs.s3.enabled", "true")
         self.load_balancer.set_attribute("access_logs.s3.bucket", logs.bucket_name)
         self.load_balancer.set_attribute("access_logs.s3.prefix", ALB_LOG_PREFIX)

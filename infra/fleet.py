@@ -26,7 +26,7 @@ HEAD_LOGICAL_ID = "HeadGroup"
 
 @dataclass(frozen=True)
 class FleetParts:
-    """What the fleet is placed in and connected to. ``artifact_digest`` is a CloudFormation parameter's value."""
+    """What the fleet stands in and is connected to; ``artifact_digest`` is a CloudFormation parameter."""
 
     network: Network
     security: HostSecurity
@@ -37,7 +37,7 @@ class FleetParts:
 
 
 class Fleet(Construct):
-    """``hosts`` runs engine replicas; ``head`` exists in the cluster topology only, and ``hosts`` waits for it."""
+    """``hosts`` runs engine replicas; ``head`` is the cluster topology's only, and ``hosts`` waits for it."""
 
     def __init__(self, scope: Construct, construct_id: str, settings: Settings, parts: FleetParts) -> None:
         super().__init__(scope, construct_id)

@@ -29,8 +29,8 @@ class HeadRendezvous(Construct):
             string_value=ADDRESS_PENDING,
             description="Address of the Ray head host, written by that host",
         )
-        # AWS::SSM::Parameter takes tags as a map where everything else takes a list, and not every tool that reads
-        # templates knows: its name says the environment.
+        # AWS::SSM::Parameter takes tags as a map where everything else takes a list, and not every tool
+        # that reads templates knows: its name says the environment.
         cdk.Tags.of(self.parameter).remove(ENVIRONMENT_TAG, priority=300)
         self.token = secretsmanager.Secret(
             self,
@@ -45,7 +45,8 @@ class HeadRendezvous(Construct):
         acknowledge(
             self.token,
             "AwsSolutions-SMG4",
-            "Ray reads its token once, when a process starts: rotating it under a running cluster would part its "
+            "Ray reads its token once, when a process starts: rotating it under a running cluster would "
+            "part its "
             "hosts. A new token comes with a new cluster.",
         )
 

@@ -36,8 +36,8 @@ _SUSPENDED = [
 class HostGroupProps:
     """What tells one group from another. ``logical_id`` is fixed, since hosts signal to it by name.
 
-    ``node`` holds the group's part of the node config: role, cluster, target group. Without ``checks_target`` the
-    group judges a host by EC2's own checks.
+    ``node`` holds the group's part of the node config: role, cluster, target group. Without
+    ``checks_target`` the group judges a host by EC2's own checks.
     """
 
     logical_id: str
@@ -97,7 +97,8 @@ class HostGroup(Construct):
         acknowledge(
             self.group,
             "AwsSolutions-AS3",
-            "whom to tell is the account's business; scaling events are in the group's activity history, and in "
+            "whom to tell is the account's business; scaling events are in the group's activity "
+            "history, and in "
             "EventBridge without any setting",
         )
 
@@ -144,7 +145,8 @@ class HostGroup(Construct):
             "numactl_from": settings.fleet.numactl_from,
             **props.node,
         }
-        # Tokens are plain strings here, so what a host will refuse is refused at synth, except a token's value.
+        # Tokens are plain strings here, so what a host will refuse is refused at synth, except a token's
+        # value.
         NodeConfig.model_validate({**node, "artifact": {**node["artifact"], "digest": "0" * 64}})
         return render(
             {

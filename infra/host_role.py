@@ -1,4 +1,4 @@
-"""What a host may do in AWS: by resource, and everything inline, so that the role is whole before a host boots."""
+"""What a host may do in AWS: by resource, and all inline, so that the role is whole before a host boots."""
 
 from __future__ import annotations
 
@@ -61,12 +61,13 @@ def host_role(scope: Construct, construct_id: str, access: HostAccess) -> iam.Ro
     objects = "objects of one kind in one bucket; which of them a host reads, the artifact's digest decides"
     acknowledge_wildcards(
         role,
-        {arn: objects for arn in _object_arns(access)}
+        dict.fromkeys(_object_arns(access), objects)
         | {
             _group_arn(
                 access.group_logical_id
             ): "this stack's group: CloudFormation chooses the end of its name after this role exists",
-            "*": "DescribeTargetHealth, UpdateInstanceInformation and Session Manager's channels have no resource "
+            "*": "DescribeTargetHealth, UpdateInstanceInformation and Session Manager's channels have "
+            "no resource "
             "to name",
         },
     )
@@ -81,7 +82,8 @@ def _object_arns(access: HostAccess) -> list[str]:
 def _store(access: HostAccess) -> Sequence[iam.PolicyStatement]:
     return (
         _allow("ReadArtifacts", ["s3:GetObject"], _object_arns(access)),
-        # Without it S3 answers 403 for an object that does not exist, and a wrong digest looks like a wrong role.
+        # Without it S3 answers 403 for an object that does not exist, and a wrong digest looks like a wrong
+        # role.
         _allow("TellMissingFromForbidden", ["s3:ListBucket"], [access.artifact_bucket_arn]),
         _allow("ReadBundle", ["s3:GetObject"], [access.bundle_arn]),
     )

@@ -25,8 +25,11 @@ class PinnedImage:
 
 
 def machine_image(settings: Settings) -> ec2.IMachineImage:
-    """The image that the settings name. Following the profile is left to CloudFormation, which reads the public
-    SSM parameter at each deploy: no lookup at synth."""
+    """The image that the settings name.
+
+    Following the profile is left to CloudFormation, which reads the public SSM parameter at each deploy: no
+    lookup at synth.
+    """
     if settings.fleet.image != FOLLOW_PROFILE:
         return PinnedImage(settings.fleet.image)
     parameter = get_profile(settings.engine.profile).ami_ssm_parameter

@@ -10,7 +10,7 @@ from constructs import IConstruct
 
 
 def acknowledge(scope: IConstruct, rule: str, reason: str) -> None:
-    """Accept a finding of ``rule`` (``AwsSolutions-…``, with ``[finding]`` where the rule has several) here."""
+    """Accept a finding of ``rule`` here: ``AwsSolutions-…``, with ``[finding]`` where it has several."""
     cdk.Validations.of(scope).acknowledge(cdk.Acknowledgment(id=rule, reason=reason))
 
 

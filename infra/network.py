@@ -22,9 +22,10 @@ EDGE_SUBNETS = "public"
 
 _AwsService = ec2.InterfaceVpcEndpointAwsService
 
-# What a host calls from user data on, and why: each has an interface endpoint where there is no other way out.
-# EC2's own API is not among them (a host learns about itself from its metadata service), nor STS (credentials
-# come from there too), nor ec2messages (the SSM agent has used ssmmessages alone since 3.3.40).
+# What a host calls from user data on, and why: each has an interface endpoint where there is no other way
+# out. EC2's own API is not among them (a host learns about itself from its metadata service), nor STS
+# (credentials come from there too), nor ec2messages (the SSM agent has used ssmmessages alone since
+# 3.3.40).
 BOOT_SERVICES: dict[str, ec2.InterfaceVpcEndpointAwsService] = {
     "cloudformation": _AwsService.CLOUDFORMATION,  # SignalResource
     "autoscaling": _AwsService.AUTOSCALING,  # SetInstanceHealth
@@ -43,7 +44,8 @@ class Network(Construct):
     """VPC, subnets, endpoints, flow logs.
 
     ``host_subnets`` are where hosts run, ``edge_subnets`` where the load balancer is. ``ready`` is what must
-    exist before a host boots: a host that starts before its way to the APIs cannot even report that it failed.
+    exist before a host boots: a host that starts before its way to the APIs cannot even report that it
+    failed.
     """
 
     def __init__(self, scope: Construct, construct_id: str, settings: Settings) -> None:
@@ -74,8 +76,8 @@ class Network(Construct):
             ip_addresses=ec2.IpAddresses.cidr(network.vpc_cidr),
             subnet_configuration=subnets,
             nat_gateways=1 if nat else 0,
-            # Emptying the default security group takes a Lambda with EC2 permissions in the account. Nothing is
-            # ever put into that group, so the function would be the larger risk of the two.
+            # Emptying the default security group takes a Lambda with EC2 permissions in the account.
+            # Nothing is ever put into that group, so the function would be the larger risk of the two.
             restrict_default_security_group=False,
             **({"availability_zones": list(network.zones)} if network.zones else {"max_azs": 2}),
         )
@@ -95,11 +97,12 @@ class Network(Construct):
             acknowledge(
                 self.vpc,
                 "AwsSolutions-VPC7",
-                "flow logs are a setting (network.flow_logs); this environment leaves them out to keep its bill small",
+                "flow logs are a setting (network.flow_logs); this environment leaves them out to keep "
+                "its bill small",
             )
 
     def allow_s3_reads(self, *resources: str) -> None:
-        """Let hosts read these object ARNs through the S3 endpoint, whose policy denies all that is not listed."""
+        """Let hosts read these object ARNs through the S3 endpoint; what is not listed is refused."""
         self.s3.add_to_policy(
             iam.PolicyStatement(
                 principals=[iam.AnyPrincipal()], actions=["s3:GetObject"], resources=[*resources]
@@ -115,7 +118,7 @@ class Network(Construct):
         )
 
     def connect_hosts(self, groups: Sequence[ec2.SecurityGroup]) -> None:
-        """Open HTTPS from these hosts' security groups to AWS, and make the endpoints where there is no NAT."""
+        """Open HTTPS from these hosts' groups to AWS, and make the endpoints where there is no NAT."""
         for group in groups:
             # By address, not by endpoint: the S3 gateway endpoint is reached at S3's public addresses, whose
             # prefix list would take a lookup. Without NAT nothing but the endpoints is routed.

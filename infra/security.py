@@ -1,4 +1,4 @@
-"""Security groups of the hosts: exactly the ports of ``app.node.ports``, between exactly the hosts that use them."""
+"""Security groups of the hosts: the ports of ``app.node.ports``, between the hosts that use them."""
 
 from __future__ import annotations
 

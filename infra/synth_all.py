@@ -14,7 +14,7 @@ from infra.settings import SettingsError, environment_names
 
 
 def main() -> int:
-    """Synthesize each environment; every mistake of every environment is printed, and the exit code is then 1."""
+    """Synthesize each environment; the mistakes of all are printed, and the exit code is then 1."""
     flags = json.loads((ROOT / "cdk.json").read_text())["context"]
     failed = False
     for environment in environment_names():
