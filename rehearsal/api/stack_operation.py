@@ -97,9 +97,10 @@ class StackOperation:
                 work()
             except Cancelled:
                 log.info("operation on stack %s was cancelled", self.stack.name)
-            except Exception:
+            except Exception as error:
                 log.exception("operation on stack %s broke", self.stack.name)
-                raise
+                verb = str(self.stack.status).removesuffix("_IN_PROGRESS")
+                self.status(f"{verb}_FAILED", f"the rehearsal itself failed: {words(error)}")
 
         self._thread = threading.Thread(target=run, name=f"stack-{self.stack.name}", daemon=True)
         self._thread.start()
@@ -134,7 +135,8 @@ class StackOperation:
         kind = self._definition(name)["Type"]
         resource = self.map.resource(name)
         known = self.record.resources.get(name)
-        physical = str(resource.physical_resource_id) if resource else (known.physical_id if known else "")
+        physical = physical_id(resource, self.stack.name, name) if resource else ""
+        physical = physical or (known.physical_id if known else "")
         self.record.resources[name] = ResourceState(kind, physical, status, reason, datetime.now(UTC))
         self.stack.events.append(
             Event(
@@ -432,6 +434,11 @@ class StackOperation:
             if time.monotonic() > deadline:
                 return False
         return True
+
+
+def physical_id(resource: Any, stack_name: str, name: str) -> str:
+    """A resource's physical id; moto's smallest types have none, so they get CloudFormation's usual form."""
+    return str(getattr(resource, "physical_resource_id", None) or f"{stack_name}-{name}")
 
 
 def failed_to(verb: str, failure: Exception) -> str:

@@ -149,6 +149,7 @@ class _Calls:
 
     def create(self, backend: Any, stack: Any, disable_rollback: bool) -> None:
         """Begin to create the stack's resources."""
+        stack.cross_stack_resources = stack.resource_map.cross_stack_resources = backend.exports
         stack.status = "CREATE_IN_PROGRESS"
         operation = StackOperation(self.world, stack)
 
@@ -167,6 +168,7 @@ class _Calls:
                 message=f"Stack:{stack.stack_id} is in {stack.status} state and can not be updated."
             )
         stack.status = "UPDATE_IN_PROGRESS"
+        stack.cross_stack_resources = stack.resource_map.cross_stack_resources = backend.exports
         parsed = stack.parse_template(template)
         operation = StackOperation(self.world, stack)
 
