@@ -1,9 +1,9 @@
 """An emulated model for the transformers-neuronx scheduler: the contract's effects on the cache, numbers for
 weights, and virtual time.
 
-What a slot's next token is depends on every position cached before it, so a scheduler that mixes up slots, writes
-a position wrongly or lets a decode step overwrite a half prefilled slot gives other tokens than the same request
-alone. Nothing is computed for real, and time is what the cost table says.
+What a slot's next token is depends on every position cached before it, so a scheduler that mixes up slots,
+writes a position wrongly or lets a decode step overwrite a half prefilled slot gives other tokens than the
+same request alone. Nothing is computed for real, and time is what the cost table says.
 """
 
 from __future__ import annotations
