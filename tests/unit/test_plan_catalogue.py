@@ -99,7 +99,8 @@ def test_prices_can_be_replaced(tmp_path) -> None:
         ("{", "cannot read prices"),
         ('{"version": 1}', "dated.*source.*regions"),
         (
-            '{"version": 1, "dated": "d", "source": "s", "regions": {"r": {"inf2.xlarge": {"on_demand": -1}}}}',
+            '{"version": 1, "dated": "d", "source": "s", '
+            '"regions": {"r": {"inf2.xlarge": {"on_demand": -1}}}}',
             "regions.r.inf2.xlarge.on_demand",
         ),
     ],
@@ -113,9 +114,9 @@ def test_wrong_price_files_are_named(tmp_path, text: str, said: str) -> None:
 
 def test_missing_prices_say_what_is_known() -> None:
     book = load_prices()
-    with pytest.raises(PriceError, match="no prices for region 'mars-1'; known: .*us-east-1"):
+    with pytest.raises(PriceError, match=r"no prices for region 'mars-1'; known: .*us-east-1"):
         book.usd_per_hour("inf2.xlarge", "mars-1")
-    with pytest.raises(PriceError, match="known in: .*eu-west-1"):
+    with pytest.raises(PriceError, match=r"known in: .*eu-west-1"):
         book.usd_per_hour("inf2.8xlarge", "ap-northeast-2")
     with pytest.raises(PriceError, match="--prices"):
         book.usd_per_hour("inf2.8xlarge", purchase="spot")

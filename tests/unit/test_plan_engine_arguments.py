@@ -33,7 +33,7 @@ VLLM_FLAGS = {
     "--no-enable-prefix-caching",
     "--additional-config",
 }
-# NeuronConfig attributes (NxD Inference API guide at SDK 2.28.1, and the vLLM guide's prefix caching section).
+# NeuronConfig attributes (NxD Inference API guide at SDK 2.28.1, and the vLLM guide on prefix caching).
 NEURON_CONFIG = {
     "enable_bucketing",
     "context_encoding_buckets",
