@@ -38,8 +38,8 @@ PROMPTS = [
     "List three colours:\n1.",
     "In the year 2042 the city council met to discuss the new bridge. The mayor opened the session with a "
     "long speech about costs, delays and the weather. Then the chief engineer stood up, laid her drawings on "
-    "the table, and explained with great patience why the pillars had to be moved by four metres to the east, "
-    "and what that meant for the old fish market. The first question came from",
+    "the table, and explained with great patience why the pillars had to be moved by four metres to the "
+    "east, and what that meant for the old fish market. The first question came from",
 ]
 NEW_TOKENS = 10
 

@@ -39,7 +39,9 @@ class IncrementalDetokenizer:
     def add(self, token: int) -> str:
         """Text that this token completes; empty while a character is unfinished."""
         self._new.append(token)
-        new = self._decode([*self._known(), *self._new])[len(self._given) :]
+        whole = self._decode([*self._known(), *self._new])
+        # Where byte tokens are decoded in runs, an unfinished character spoils the whole ones before it.
+        new = whole[len(self._given) :] if whole.startswith(self._given) else self._decode(self._new)
         held = len(new) - len(new.rstrip(_REPLACEMENT))
         if held == 0:
             text = new[len(self._sent) :]
