@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+
 from rehearsal.haproxy_config import backend_name, render, server_arguments, server_name
 from rehearsal.interfaces import (
     FixedResponseAction,
@@ -112,7 +113,11 @@ def test_redirect_leads_to_the_loopback_port_of_the_listener_it_names() -> None:
 
 @pytest.mark.parametrize(
     ("body", "word"),
-    [("plain", '"plain"'), ('say "no" for $5\n', '"say \\"no\\" for \\$5\\n"'), ("back\\slash", '"back\\\\slash"')],
+    [
+        ("plain", '"plain"'),
+        ('say "no" for $5\n', '"say \\"no\\" for \\$5\\n"'),
+        ("back\\slash", '"back\\\\slash"'),
+    ],
 )
 def test_fixed_response_is_one_word_whatever_it_says(body: str, word: str) -> None:
     text = rendered(with_action(FixedResponseAction(404, "text/plain", body)))
