@@ -227,7 +227,10 @@ def show(
 
 
 def _table(found: list[StoredArtifact]) -> Table:
-    table = Table("digest", "model", "profile", "tp", "batch", "length", "dtype", "MB", "published")
+    table = Table()
+    table.add_column("digest", no_wrap=True, min_width=12)
+    for title in ("model", "profile", "tp", "batch", "length", "dtype", "MB", "published"):
+        table.add_column(title)
     for item in found:
         manifest = item.manifest
         table.add_row(

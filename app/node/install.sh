@@ -66,7 +66,8 @@ install_numactl() {
     fi
     say "installing numactl from the distribution's mirror"
     local options=(-o Acquire::http::Timeout=10 -o Acquire::https::Timeout=10 -o Acquire::Retries=2 -o DPkg::Lock::Timeout=120)
-    local log=/var/log/neuronfleet-apt.log
+    local log=$root/var/log/neuronfleet-apt.log
+    install -d "$root/var/log"
     export DEBIAN_FRONTEND=noninteractive
     # The image's package lists may do; they are fetched anew only if they do not.
     timeout 180 apt-get "${options[@]}" install -y -q --no-install-recommends numactl >"$log" 2>&1 ||
