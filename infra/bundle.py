@@ -33,7 +33,9 @@ def find_bundle(profile: str, override: Any = None) -> Bundle:
     path = Path(str(override)) if override else ROOT / "dist" / f"bundle-{profile}.zip"
     if not path.is_file():
         remedy = (
-            "give an existing file with -c bundle=PATH" if override else "run `make setup`, which builds it"
+            "give an existing file with -c bundle=PATH"
+            if override
+            else f"run `make setup`, or `.venv/bin/python scripts/build_bundle.py --profile {profile}`"
         )
         raise BundleMissingError(f"no bundle for engine profile {profile} at {path}: {remedy}")
     with path.open("rb") as file:

@@ -129,8 +129,7 @@ class Edge(Construct):
                 self.load_balancer,
                 "AwsSolutions-ELB2",
                 "access logs are a setting (edge.access_logs); this environment leaves them out to keep "
-                "its bill "
-                "small",
+                "its bill small",
             )
             return
         # By attribute: log_access_logs() wants to know the region at synth, for the account that wrote such

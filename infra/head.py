@@ -46,8 +46,7 @@ class HeadRendezvous(Construct):
             self.token,
             "AwsSolutions-SMG4",
             "Ray reads its token once, when a process starts: rotating it under a running cluster would "
-            "part its "
-            "hosts. A new token comes with a new cluster.",
+            "part its hosts. A new token comes with a new cluster.",
         )
 
     def node_config(self) -> dict[str, Any]:

@@ -98,8 +98,7 @@ class HostGroup(Construct):
             self.group,
             "AwsSolutions-AS3",
             "whom to tell is the account's business; scaling events are in the group's activity "
-            "history, and in "
-            "EventBridge without any setting",
+            "history, and in EventBridge without any setting",
         )
 
     def _launch_template(self, settings: Settings, props: HostGroupProps) -> ec2.LaunchTemplate:

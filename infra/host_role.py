@@ -67,8 +67,7 @@ def host_role(scope: Construct, construct_id: str, access: HostAccess) -> iam.Ro
                 access.group_logical_id
             ): "this stack's group: CloudFormation chooses the end of its name after this role exists",
             "*": "DescribeTargetHealth, UpdateInstanceInformation and Session Manager's channels have "
-            "no resource "
-            "to name",
+            "no resource to name",
         },
     )
     return role

@@ -33,7 +33,6 @@ BOOT_SERVICES: dict[str, ec2.InterfaceVpcEndpointAwsService] = {
     "ssm": _AwsService.SSM,  # the agent; the head's address
     "ssmmessages": _AwsService.SSM_MESSAGES,  # sessions: the way in, there is no SSH
     "logs": _AwsService.CLOUDWATCH_LOGS,  # the hosts' log group
-    "monitoring": _AwsService.CLOUDWATCH_MONITORING,  # the hosts' metrics
 }
 CLUSTER_SERVICES: dict[str, ec2.InterfaceVpcEndpointAwsService] = {
     "secretsmanager": _AwsService.SECRETS_MANAGER,  # Ray's token

@@ -63,8 +63,8 @@ def _check_mirror(s: Mapping[str, Any]) -> str | None:
 def _check_pin(s: Mapping[str, Any]) -> str | None:
     if s["retain"] and s["image"] == FOLLOW_PROFILE:
         return (
-            "fleet.image = 'profile' moves when a new AMI is published, and operations.retain = true asks for "
-            "a pin; allowed: an AMI id"
+            "fleet.image = 'profile' moves when a new AMI is published, and operations.retain = true asks "
+            "for a pin; allowed: an AMI id"
         )
     return None
 
@@ -72,7 +72,7 @@ def _check_pin(s: Mapping[str, Any]) -> str | None:
 def _check_profile_image(s: Mapping[str, Any]) -> str | None:
     profile = s["profile"]
     if s["image"] == FOLLOW_PROFILE and PROFILES[profile].ami_ssm_parameter is None:
-        return f"fleet.image = 'profile': engine profile {profile} has no public one; allowed: an AMI id"
+        return f"fleet.image = 'profile': profile {profile} has no public image; allowed: an AMI id"
     return None
 
 
@@ -93,7 +93,7 @@ def _check_vpc(s: Mapping[str, Any]) -> str | None:
 
 def _check_certificate(s: Mapping[str, Any]) -> str | None:
     if s.get("certificate_arn") is not None and not s["https"]:
-        return "edge.certificate_arn is set with edge.https = false; allowed: https = true, or none"
+        return "edge.certificate_arn is set, edge.https = false; allowed: https = true, or none"
     return None
 
 

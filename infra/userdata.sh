@@ -25,7 +25,7 @@ report() {
   set +e
   [ $code = 0 ] && exit
   id=$(meta instance-id)
-  say "FAILURE $id: user data, exit $code: $why" | tee /dev/console
+  echo "neuronfleet-failed: $id user-data: exit $code: $why" | tee /dev/console
   call cloudformation "https://cloudformation.$domain/" -o /dev/null --retry-max-time 40 -d Action=SignalResource \
     -d Version=2010-05-15 -d Status=FAILURE -d LogicalResourceId=@LOGICAL_ID@ \
     --data-urlencode StackName=@STACK_NAME@ -d UniqueId="$id" || say "no signal sent" | tee /dev/console
