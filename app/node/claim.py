@@ -206,7 +206,7 @@ def _try_lock(lock_path: Path, block: Block) -> int | None:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             return None
         raise ClaimError(f"the lock file {lock_path} cannot be locked: {error.strerror}") from error
-    if _marked_processes(lock_path, block.cores):
+    if marked_processes(lock_path, block.cores):
         os.close(fd)
         return None
     os.pwrite(fd, str(os.getpid()).encode().ljust(_RECORD), _RECORDS_AT + block.cores[0] * _RECORD)
@@ -231,7 +231,7 @@ def claim_owner(lock_path: Path, block: Block) -> int | None:
 
 def _held_by(lock_path: Path, block: Block) -> str:
     cores = format_idlist(block.cores)
-    pids = _marked_processes(lock_path, block.cores)
+    pids = marked_processes(lock_path, block.cores)
     owner = claim_owner(lock_path, block)
     if owner is not None:
         if Path(f"/proc/{owner}").exists():
@@ -257,7 +257,7 @@ def _command(pid: int) -> str:
         return "ended"
 
 
-def _marked_processes(lock_path: Path, cores: Iterable[int]) -> list[int]:
+def marked_processes(lock_path: Path, cores: Iterable[int]) -> list[int]:
     """Other processes that were started with the mark of a claim on one of these cores."""
     wanted = set(cores)
     mark = f"{CLAIM_VARIABLE}={lock_path}#".encode()

@@ -1,7 +1,7 @@
 """What runs inside the emulated machine: the planner on what the guest's kernel shows, and its commands.
 
-Two parts of one file. ``prove`` reads the host, plans it, and runs each raylet's command with this file in the
-place of ray. As that stand-in (``start``), it does what a raylet does: it forks a replica for each of its
+Two parts of one file. ``prove`` reads the host, plans it, and runs each raylet's command with this file in
+the place of ray. As that stand-in (``start``), it does what a raylet does: it forks a replica for each of its
 blocks; each replica claims a block, starts threads, allocates memory and touches it, and reports what /proc
 says of it.
 """

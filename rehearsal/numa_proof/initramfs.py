@@ -1,7 +1,7 @@
 """A file system in memory for the guest: the files that a few programs really use, packed as cpio.
 
-No distribution image is needed: Python, the modules that the guest's program imports, and the shared libraries
-of all of them are taken from this machine, at the paths that they have here.
+No distribution image is needed: Python, the modules that the guest's program imports, and the shared
+libraries of all of them are taken from this machine, at the paths that they have here.
 """
 
 from __future__ import annotations

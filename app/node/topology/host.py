@@ -26,12 +26,16 @@ _PCI_INFERENTIA2 = "0x7264"
 _CORES_PER_INFERENTIA2 = 2
 
 
-def read_host(root: Path = Path("/"), neuron_ls: str | Path = NEURON_LS) -> HostTopology:
+def read_host(
+    root: Path = Path("/"), neuron_ls: str | Path = NEURON_LS, instance_type: str | None = None
+) -> HostTopology:
     """Read the host. What is wrong with it is in ``problems`` and ``warnings``; nothing is raised.
 
     Args:
         root: folder in place of ``/`` for /sys, /proc and /dev.
         neuron_ls: the executable that is run (it is not looked up under ``root``).
+        instance_type: what the instance metadata says, to know how many devices there should be; None: what
+            neuron-ls or DMI says.
     """
     allowed = _allowed_cpus(root)
     nodes, full_cpus = _numa_nodes(root, allowed)
@@ -41,7 +45,7 @@ def read_host(root: Path = Path("/"), neuron_ls: str | Path = NEURON_LS) -> Host
     if not reading.devices:
         reading.devices = _sysfs_devices(root) or _devices_by_pci(pci)
         source = "sysfs" if reading.devices else "none"
-    instance_type = reading.instance_type or _dmi_instance_type(root)
+    instance_type = instance_type or reading.instance_type or _dmi_instance_type(root)
     devices = [_with_node(root, device, nodes, full_cpus) for device in reading.devices]
     _check_count(reading, devices, len(pci), instance_type)
     _check_nodes(reading, devices, nodes, full_cpus)
