@@ -17,7 +17,8 @@ TOPOLOGY_VARIABLE = "NEURONFLEET_TOPOLOGY"
 class Binding:
     """A replica's claim; ``block`` is None where the host has no plan (``make serve``).
 
-    Keep it as long as the engine lives: the claim's lock is freed when the last process that inherited it ends.
+    Keep it as long as the engine lives: the claim's lock is freed when the last process that inherited it
+    ends.
     """
 
     block: Any = None

@@ -1,9 +1,10 @@
-"""``python -m app.serve.deploy``: the ``neuronfleet-serve`` unit. Deploys the app and keeps it fitting the cluster.
+"""``python -m app.serve.deploy``: the ``neuronfleet-serve`` unit. Deploys the app and keeps it fitting the
+cluster.
 
-It runs where the Ray head is (the host of a cell, the head host of a cluster), reads that host's node config, and
-asks Serve for as many replicas as the living raylets offer blocks. It ends with 1, its last line saying why, when
-the app cannot be deployed. On SIGTERM a cell's app ends with it, running streams first; a cluster's head leaves
-the app to the workers, which go on serving.
+It runs where the Ray head is (the host of a cell, the head host of a cluster), reads that host's node
+config, and asks Serve for as many replicas as the living raylets offer blocks. It ends with 1, its last line
+saying why, when the app cannot be deployed. On SIGTERM a cell's app ends with it, running streams first; a
+cluster's head leaves the app to the workers, which go on serving.
 """
 
 from __future__ import annotations

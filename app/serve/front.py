@@ -37,10 +37,11 @@ _MAX_REQUEST_ID = 128
 class Front:
     """ASGI app of one replica."""
 
-    def __init__(self, engine: Engine, readiness: Readiness, admission: Admission) -> None:
+    def __init__(self, engine: Engine, readiness: Readiness, admission: Admission, replica: str = "") -> None:
         self._engine = engine
         self._readiness = readiness
         self._admission = admission
+        self._replica = replica
         self._log = serving_logger()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +70,7 @@ class Front:
 
     async def _route(self, scope: Scope, path: str, receive: Receive, send: Send, request_id: str) -> None:
         if path == "/healthz":
-            await send_json(send, 200, {"status": "alive"})
+            await send_json(send, 200, {"status": "alive", "replica": self._replica})
         elif path == "/readyz":
             await self._ready(send)
         elif path not in PASSED and path not in OWN:
@@ -119,10 +120,10 @@ class _Exchange:
         self.status: int | None = None
 
     async def send(self, message: Any) -> None:
-        """Pass a message on; at the start, add the request id and a stream's headers."""
+        """Pass a message on; at the start, with a stream's headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message = {**message, "headers": _complete(list(message.get("headers", ())), self._request_id)}
+            message = {**message, "headers": _complete(list(message.get("headers", ())))}
         elif body := message.get("body"):
             if self._first_byte is None:
                 self._first_byte = time.monotonic()
@@ -130,7 +131,7 @@ class _Exchange:
         await self._send(message)
 
     def summary(self) -> dict[str, Any]:
-        """The request's line; times in milliseconds. ``status`` is None if the client left before an answer."""
+        """The request's line; times in ms. ``status`` is None if the client left before an answer."""
         first = None if self._first_byte is None else round((self._first_byte - self._started) * 1000, 1)
         return {
             "request_id": self._request_id,
@@ -141,19 +142,18 @@ class _Exchange:
         }
 
 
-def _complete(headers: list[tuple[bytes, bytes]], request_id: str) -> list[tuple[bytes, bytes]]:
+def _complete(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """A stream is marked as not to be buffered. (Serve's proxy adds the request id itself.)"""
     names = {name.lower(): value for name, value in headers}
     if names.get(b"content-type", b"").startswith(b"text/event-stream"):
         replaced = {name for name, _ in _STREAM_HEADERS}
         headers = [item for item in headers if item[0].lower() not in replaced]
         headers += _STREAM_HEADERS
-    if _REQUEST_ID not in names:
-        headers.append((_REQUEST_ID, request_id.encode("latin-1")))
     return headers
 
 
 def _request_id(scope: Scope) -> str:
-    """The request's id: the client's if it is a plain one, else a new one; put in the scope for vLLM's app."""
+    """The request's id: the client's if it is plain, else a new one, put in the scope for vLLM's app."""
     given = next((value for name, value in scope["headers"] if name.lower() == _REQUEST_ID), b"")
     text = given.decode("latin-1")
     if not (0 < len(text) <= _MAX_REQUEST_ID and text.isascii() and text.isprintable()):

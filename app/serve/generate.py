@@ -1,4 +1,4 @@
-"""``POST /generate``: the tutorial's raw form. ``{"prompt": …}`` in, the answer's text as it is generated out.
+"""``POST /generate``, the tutorial's raw form: ``{"prompt": …}`` in, text as it is generated out.
 
 The body of the answer is the text itself, in chunks (media type ``text/event-stream``, as the tutorial serves it):
 what the client concatenates is the answer. The prompt is given to the model as it is, with no chat template.
@@ -77,7 +77,7 @@ def parse_body(raw: bytes) -> GenerateBody:
 
 
 async def generate(engine: Engine, receive: Receive, send: Send, request_id: str) -> None:
-    """Serve one request. Errors before the first token are answered as errors; later ones break the stream."""
+    """Serve one request. Errors before the first token are answered; later ones break the stream."""
     try:
         body = parse_body(await read_body(receive))
     except RequestRefused as error:

@@ -200,7 +200,8 @@ def _shutdown_serve() -> None:
 
 
 def _print_ready(url: str, model: str, seconds: float) -> None:
-    body = '{"model": "%s", "stream": true, "messages": [{"role": "user", "content": "What is the capital of France?"}]}'
+    question = '{"role": "user", "content": "What is the capital of France?"}'
+    body = '{"model": "%s", "stream": true, "messages": [' + question + "]}"
     print(f"serve: ready after {seconds:.0f} s at {url}\n\ntry:")
     print(
         f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body % model}'"

@@ -17,7 +17,7 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``time`` (UTC, milliseconds), ``level``, ``event``, then the record's extras."""
+    """One JSON object a line: ``time`` (UTC, milliseconds), ``level``, ``event``, then the extras."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         super().__init__()

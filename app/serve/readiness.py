@@ -44,7 +44,7 @@ class Verdict:
 class Readiness:
     """Decides readiness; probes that come together share one canary.
 
-    ``canary`` generates one token and returns; ``dead_reason`` says why the engine can serve no more, or None.
+    ``canary`` generates one token and returns; ``dead_reason`` says why no more can be served.
     """
 
     def __init__(

@@ -38,10 +38,11 @@ class EngineReplica:
         self._engine: Engine | None = None
 
     async def __serve_build_asgi_app__(self) -> Front:
-        """Bind, start the engine, and give the app that serves it; Serve calls it once, before any traffic."""
+        """Bind, start the engine, and give the app over it; Serve calls it once, before any traffic."""
         started = time.monotonic()
         context = serve.get_replica_context()
-        log = configure_logging(replica=context.replica_id.unique_id)
+        replica = str(context.replica_id.unique_id)
+        log = configure_logging(replica=replica)
         binding = bind_replica()
         settings = resolve_settings(self._overrides)
         shown = {"profile": settings.profile, "model": settings.model_name, **binding.describe()}
@@ -58,10 +59,10 @@ class EngineReplica:
         )
         await self._first_token(engine, settings)
         log.info("engine started", extra={**shown, "seconds": round(time.monotonic() - started, 1)})
-        return Front(engine, readiness, Admission(settings.batch_size, settings.queue_limit))
+        return Front(engine, readiness, Admission(settings.batch_size, settings.queue_limit), replica)
 
     async def _first_token(self, engine: Engine, settings: ReplicaSettings) -> None:
-        """A replica joins when it has given a token: the first is the slowest, and no client should wait for it."""
+        """A replica joins when it has given a token: the first is the slowest, and no client waits for it."""
         if settings.emulated_freeze_file is not None and settings.emulated_freeze_file.exists():
             return
         await one_token(engine)

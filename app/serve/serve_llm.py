@@ -53,7 +53,7 @@ def shape_from(values: Mapping[str, Any], cores_per_replica: int, num_replicas: 
 def deployment_options(shape: DeploymentShape) -> dict[str, Any]:
     """Every Serve default that would hurt an LLM replica, set.
 
-    - A replica's own admission decides and answers with a time to come back; Serve's limits stand well behind.
+    - A replica's own admission decides, and says when to come back; Serve's limits stand well behind.
     - A stopping replica's streams may end (Serve's default cuts them after 20 s).
     - Cores are the scarce thing. No CPUs are asked for: the raylet's belong to its replicas already, and the
       engine sizes its threads by the block's.
@@ -80,7 +80,8 @@ def build(arguments: dict[str, Any]) -> Application:
     """The application, for Serve's declarative form: ``{"overrides": {…}, "shape": {…}}``."""
     overrides = dict(arguments.get("overrides", {}))
     shape = DeploymentShape.model_validate(arguments["shape"])
-    return EngineReplica.options(**deployment_options(shape)).bind(overrides)
+    deployment: Any = EngineReplica  # serve.deployment's type is unknown where Ray's stubs are skipped
+    return deployment.options(**deployment_options(shape)).bind(overrides)
 
 
 def default_overrides(environment: Mapping[str, str] | None = None) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _tutorial_app() -> Application:
 def _cluster_has_cores() -> bool:
     import ray
 
-    return ray.is_initialized() and ray.cluster_resources().get(CORE_RESOURCE, 0) > 0
+    return bool(ray.is_initialized() and ray.cluster_resources().get(CORE_RESOURCE, 0) > 0)
 
 
 def __getattr__(name: str) -> Any:

@@ -130,8 +130,8 @@ def resolve_settings(
     values.update(overrides)
     if "model_dir" not in values:
         raise SettingsError(
-            f"no model to serve: there is no {config} and {ENVIRONMENT_PREFIX}MODEL_DIR is not set; set it to a "
-            "model's folder (python -m app.compile.embedded_model makes one)"
+            f"no model to serve: there is no {config} and {ENVIRONMENT_PREFIX}MODEL_DIR is not set: set it "
+            "to a model's folder (python -m app.compile.embedded_model makes one)"
         )
     values.setdefault("model_name", Path(values["model_dir"]).name)
     try:

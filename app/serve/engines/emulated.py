@@ -1,9 +1,9 @@
 """An emulated engine core under vLLM's own front: real tokens, text and metrics, no model.
 
 One step gives one token to every running request, as continuous batching does, at a pace that is set: time to
-first token after a request gets a slot, then one step each inter-token time. What it writes is a fixed passage,
-ended by the end-of-sequence token after ``emulated_output_tokens``. For tests that need speed, scale or a fault;
-not included is the hop to a core in another process.
+first token after a request gets a slot, then one step each inter-token time. What it writes is a fixed
+passage, ended by the end-of-sequence token after ``emulated_output_tokens``. For tests that need speed,
+scale or a fault; not included is the hop to a core in another process.
 
 The timing is an object of its own, so that a model of an accelerator's steps can take its place.
 """
@@ -22,8 +22,8 @@ from typing import Any, Protocol
 from app.serve.settings import ReplicaSettings
 
 PASSAGE = (
-    " Inferentia2 serves large language models by streaming weights from its memory once for every step, so a "
-    "batch of requests shares each pass, and every running request gains one token at a time. "
+    " Inferentia2 serves large language models by streaming weights from its memory once for every step, so "
+    "a batch of requests shares each pass, and every running request gains one token at a time. "
 )
 _FROZEN_POLL_S = 0.02
 
@@ -72,7 +72,7 @@ class EmulatedRequest:
 
 @dataclass(frozen=True)
 class StepToken:
-    """One token of one step. ``finish`` is ``stop`` or ``length`` at a request's end; ``first`` after prefill."""
+    """One token of one step. ``finish``: ``stop`` or ``length`` at the request's end; ``first``: after prefill."""
 
     request: EmulatedRequest
     token: int

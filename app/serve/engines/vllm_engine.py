@@ -17,6 +17,7 @@ import os
 import types
 import uuid
 from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from typing import Any
 
 from app.plan.engine_arguments import engine_arguments, engine_environment
@@ -29,27 +30,45 @@ _KEEP_ALIVE_COMMENT_S = 15
 
 
 def vllm_arguments(settings: ReplicaSettings, profile: EngineProfile) -> list[str]:
-    """The engine's command line, from the replica's settings."""
-    return engine_arguments(profile, _wanted(settings))
+    """The engine's command line, from the replica's settings.
+
+    On CPUs the model runs eagerly: compiled by torch (vLLM 0.32, torch 2.13) SmolLM2 answered nonsense, and
+    started a minute later.
+    """
+    arguments = engine_arguments(profile, _wanted(settings))
+    if not profile.capabilities.neuron and "--enforce-eager" not in arguments:
+        arguments.append("--enforce-eager")
+    return arguments
 
 
 def vllm_environment(settings: ReplicaSettings, profile: EngineProfile) -> dict[str, str]:
     """What the engine reads from its environment; set before vLLM is imported.
 
     Threads and memory are bound already (numactl on the raylet, then the block's claim), so vLLM's own binding
-    of OpenMP threads is switched off: ``nobind`` lets them inherit exactly that, and as many threads are made
-    as this process may use CPUs. Ray's OMP_NUM_THREADS counts the actor's CPUs, of which a replica asks none.
+    of OpenMP threads is off: with ``nobind`` they inherit exactly that. Their number is that of the cores that
+    this process may use, less one that the server app and the engine's loop need: threads that wait for each
+    other in a spin lose more to a busy core than they gain. (Ray's OMP_NUM_THREADS counts the CPUs that an
+    actor asks for; a replica asks for none.)
     """
     compiled = None if settings.compiled_dir is None else str(settings.compiled_dir)
     return {
         **engine_environment(profile, _wanted(settings), compiled_artifacts=compiled),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+        "OMP_NUM_THREADS": str(max(1, _cores(os.sched_getaffinity(0)) - 1)),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
+
+
+def _cores(cpus: set[int]) -> int:
+    """Physical cores among logical CPUs; every CPU its own where the kernel does not say."""
+    cores = set()
+    for cpu in cpus:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        cores.add(siblings.read_text().strip() if siblings.exists() else str(cpu))
+    return len(cores)
 
 
 def _wanted(settings: ReplicaSettings) -> EngineArguments:
@@ -88,8 +107,8 @@ class VllmEngine:
         room = self._max_model_len - len(tokens)
         if not tokens or room < 1:
             raise RequestRefused(
-                f"the prompt has {len(tokens)} tokens; expected 1 to {self._max_model_len - 1}, since prompt and "
-                f"answer together hold {self._max_model_len}"
+                f"the prompt has {len(tokens)} tokens; expected 1 to {self._max_model_len - 1}, since "
+                f"prompt and answer together hold {self._max_model_len}"
             )
         try:
             parameters = SamplingParams(

@@ -1,0 +1,40 @@
+"""The real vLLM with the real embedded model: the answer is right, and it streams."""
+
+from __future__ import annotations
+
+import itertools
+
+import openai
+import pytest
+
+from tests.serve.client import stream
+from tests.serve.conftest import App, Deploy
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def app(deploy: Deploy) -> App:
+    return deploy(timeout_s=420, profile="cpu", batch_size="4", max_model_len="512")
+
+
+@pytest.mark.timeout(480)
+def test_the_capital_of_france_streams(app: App) -> None:
+    body = {"model": app.model, "messages": QUESTION, "temperature": 0, "max_tokens": 40}
+    result = stream(app.url, "/v1/chat/completions", body)
+    assert "Paris" in result.text
+    assert result.finish_reasons == ["stop"]
+    assert result.done
+    times = result.token_times
+    assert len(times) >= 5
+    assert times[-1] - times[0] >= 0.3
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    assert sum(gap < 0.005 for gap in gaps) < len(gaps) / 2, f"chunks came in bunches: {gaps}"
+
+
+@pytest.mark.timeout(120)
+def test_the_openai_client_gets_the_same_answer(app: App) -> None:
+    client = openai.OpenAI(base_url=app.url + "/v1", api_key="none", max_retries=0)
+    answer = client.chat.completions.create(model=app.model, messages=QUESTION, temperature=0, max_tokens=40)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.usage is not None and answer.usage.completion_tokens > 3
