@@ -1,8 +1,9 @@
 """The replica's HTTP front: a thin ASGI layer before vLLM's server app.
 
-It answers health, readiness and ``/generate`` itself, lets through the paths of the public surface and no others
-(vLLM's app has more, among them some that steer the engine), gives every request an id, marks streams as not to
-be buffered, bounds what is taken on, and logs one line for each request. It never holds a chunk back.
+It answers health, readiness and ``/generate`` itself, lets through the paths of the public surface and no
+others (vLLM's app has more, among them some that steer the engine), gives every request an id, marks streams
+as not to be buffered, bounds what is taken on, and logs one line for each request. It never holds a chunk
+back.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``POST /generate``, the tutorial's raw form: ``{"prompt": …}`` in, text as it is generated out.
 
-The body of the answer is the text itself, in chunks (media type ``text/event-stream``, as the tutorial serves it):
-what the client concatenates is the answer. The prompt is given to the model as it is, with no chat template.
+The body of the answer is the text itself, in chunks (media type ``text/event-stream``, as the tutorial serves
+it): what the client concatenates is the answer. The prompt is given to the model as it is, with no chat
+template.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``python -m app.serve.local``: the Serve app alone, on any machine. No AWS, no root, no NeuronCores.
 
-Starts a Ray of its own (temporary folder, free ports, token authentication), serves the embedded model or the one
-that is named, prints the URL and an example, and ends all of it on Ctrl-C.
+Starts a Ray of its own (temporary folder, free ports, token authentication), serves the embedded model or the
+one that is named, prints the URL and an example, and ends all of it on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from typing import Any
 from app.compile.embedded_model import EmbeddedModelError
 from app.serve.settings import SettingsError, environment_settings, resolve_settings
 
-# Ray reads its authentication mode when it is imported, so nothing here imports it before local_ray() has set it.
+# Ray reads its authentication mode when it is imported, so nothing here imports it before local_ray() has set
+# it.
 
 NAMESPACE = "neuronfleet-local"
 

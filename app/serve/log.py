@@ -1,7 +1,7 @@
 """Structured logs of the serving side: one JSON object a line, on standard error.
 
-Every line of a request carries its ``request_id``; every line of a replica carries ``replica``. Prompts, answers
-and header values never appear.
+Every line of a request carries its ``request_id``; every line of a replica carries ``replica``. Prompts,
+answers and header values never appear.
 """
 
 from __future__ import annotations

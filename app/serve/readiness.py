@@ -1,7 +1,8 @@
 """Is this replica able to give tokens? Answered by tokens, not by the process being there.
 
-A replica is ready while a real token came out lately. When none did (no traffic, or a stuck engine), one token
-is generated now, with a deadline. So load never makes a replica unready, and a frozen engine always does.
+A replica is ready while a real token came out lately. When none did (no traffic, or a stuck engine), one
+token is generated now, with a deadline. So load never makes a replica unready, and a frozen engine always
+does.
 """
 
 from __future__ import annotations

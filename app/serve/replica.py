@@ -1,7 +1,7 @@
 """The Ray Serve deployment: one engine and its OpenAI server app in each replica, one hop from the proxy.
 
-The ASGI app is bound late: it needs the engine, and the engine needs the replica's block of cores and its event
-loop. Tokens therefore stream from the process that generates them; no handle lies between.
+The ASGI app is bound late: it needs the engine, and the engine needs the replica's block of cores and its
+event loop. Tokens therefore stream from the process that generates them; no handle lies between.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     serve run app.serve.serve_llm:app
 
-It serves the model that the environment names (``NEURONFLEET_SERVE_MODEL_DIR``; see :mod:`app.serve.settings`), or
-the host's node config, or, in a working tree, the embedded default model. Deployments of a fleet use
-:func:`build`, which Serve calls with arguments (:mod:`app.serve.deploy`).
+It serves the model that the environment names (``NEURONFLEET_SERVE_MODEL_DIR``; see
+:mod:`app.serve.settings`), or the host's node config, or, in a working tree, the embedded default model.
+Deployments of a fleet use :func:`build`, which Serve calls with arguments (:mod:`app.serve.deploy`).
 """
 
 from __future__ import annotations

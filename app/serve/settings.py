@@ -1,8 +1,9 @@
 """What one engine replica serves, resolved on the replica's own host.
 
-In a cluster the head deploys and worker hosts hold the artifact, so a replica reads the node config of the host
-that it landed on. Where there is none (``make serve``, ``serve run``), the environment and defaults say it.
-Settings given at deployment (``overrides``) win over the host's environment, and that over the node config.
+In a cluster the head deploys and worker hosts hold the artifact, so a replica reads the node config of the
+host that it landed on. Where there is none (``make serve``, ``serve run``), the environment and defaults say
+it. Settings given at deployment (``overrides``) win over the host's environment, and that over the node
+config.
 """
 
 from __future__ import annotations

