@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
+import socket
+import struct
 import tempfile
 import time
 from pathlib import Path
@@ -103,13 +106,35 @@ def write_atomically(path: Path, content: str, mode: int = 0o644) -> None:
         raise
 
 
+def interface_of(ip: str) -> str | None:
+    """Name of the network interface that has the IPv4 address ``ip``; None if none has."""
+    get_address = 0x8915  # SIOCGIFADDR
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                answer = fcntl.ioctl(probe.fileno(), get_address, request)
+            except OSError:  # an interface without an address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == ip:
+                return name
+    return None
+
+
 def host_environment(config: NodeConfig, identity: Identity) -> str:
-    """``host.env``: what every unit reads about its host. A worker host's head address comes later."""
+    """``host.env``: what every unit reads about its host. A worker host's head address comes later.
+
+    The engine is told its address and interface, which it would else find by resolving the host's name: where
+    no resolver answers, each of torch's process groups waits half a minute for that.
+    """
+    interface = interface_of(identity.private_ip)
     values = {
         "NEURONFLEET_INSTANCE_ID": identity.instance_id,
         "NEURONFLEET_INSTANCE_TYPE": identity.instance_type,
         "NEURONFLEET_ENVIRONMENT": config.environment,
         "NODE_IP_ADDRESS": identity.private_ip,
+        "VLLM_HOST_IP": identity.private_ip,
+        **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
         "AWS_REGION": config.region,
         "AWS_DEFAULT_REGION": config.region,
     }

@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError
 
 from app.node import ray_setup, ready, report
 from app.node.config import NodeConfig
-from app.node.host import MetadataError, read_identity, write_atomically
+from app.node.host import MetadataError, interface_of, read_identity, write_atomically
 from app.node.log import JsonFormatter
 
 INSTANCE = "i-0123456789abcdef0"
@@ -410,3 +410,8 @@ def test_the_last_thing_that_a_unit_said(
 def test_what_a_failure_handler_reports(shown: str, reported: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report.subprocess, "run", lambda *_, **__: type("Done", (), {"stdout": shown}))
     assert (report.not_to_report("x.service") is None) == reported
+
+
+def test_interface_of_an_address() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
