@@ -16,8 +16,19 @@ from typing import Any, get_origin
 
 from pydantic import ValidationError
 
+from app.plan.catalogue import UnknownNameError
+from app.plan.planner import Plan
+from infra.plan_check import AUTO, make_plan, plan_refusals
 from infra.settings_checks import contradictions
-from infra.settings_model import FOLLOW_PROFILE, TABLE_OF, TABLES, Frozen, OperationsSettings, Settings
+from infra.settings_model import (
+    FOLLOW_PROFILE,
+    TABLE_OF,
+    TABLES,
+    Frozen,
+    OperationsSettings,
+    PlanSettings,
+    Settings,
+)
 
 __all__ = [
     "FOLLOW_PROFILE",
@@ -95,14 +106,33 @@ class _Reader:
     def read(self) -> Settings:
         self._apply_rehearsal(self.raw.pop("rehearsal", None))
         self._apply_overrides()
+        plan = self._plan()
         settings = self._validate()
         values = {
             key: self._table(table)[key] for key, table in TABLE_OF.items() if key in self._table(table)
         }
         self.mistakes.extend(f"{self.file}: {message}" for message in contradictions(values))
+        if plan is not None:
+            self.mistakes.extend(f"{self.file}: {message}" for message in plan_refusals(plan))
         if self.mistakes or settings is None:
             raise SettingsError(self.mistakes)
         return settings
+
+    def _plan(self) -> Plan | None:
+        """The plan of the values as they stand; tp_degree = "auto" becomes its choice. None where a value
+        that the plan needs is wrong or missing: validation reports that."""
+        wanted = {key: field.default for key, field in PlanSettings.model_fields.items()}
+        try:
+            plan = make_plan(self._table("fleet"), self._table("engine"), {**wanted, **self._table("plan")})
+        except UnknownNameError as error:
+            if str(error).startswith("unknown model"):
+                self.mistakes.append(f"{self.file}: engine.model: {error}")
+            return None
+        except (KeyError, TypeError, ValueError):
+            return None
+        if plan is not None and self._table("engine")["tp_degree"] == AUTO:
+            self._table("engine")["tp_degree"] = plan.fit.shape.tp_degree
+        return plan
 
     def _table(self, name: str) -> dict[str, Any]:
         table = self.raw.setdefault(name, {})

@@ -109,10 +109,19 @@ class EngineSettings(Frozen):
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$",
         description="a model's name as clients say it, such as meta-llama/Meta-Llama-3-8B-Instruct",
     )
-    tp_degree: Whole = Field(ge=1, le=24, description="1 to 24 NeuronCores a replica")
+    tp_degree: Whole = Field(ge=1, le=24, description="1 to 24 NeuronCores a replica, or auto")
     batch_size: Whole = Field(ge=1, le=1024, description="1 to 1024 sequences")
     max_model_len: Whole = Field(ge=16, le=1_048_576, description="16 to 1048576 tokens")
     dtype: Literal["bf16", "int8"] = Field(description="bf16 or int8")
+
+
+class PlanSettings(Frozen):
+    """What the plan predicts for, and what it must meet. Left out: typical lengths, no objectives."""
+
+    input_tokens: Whole = Field(default=0, ge=0, description="0 (typical) or the prompts' length in tokens")
+    output_tokens: Whole = Field(default=0, ge=0, description="0 (typical) or the answers' length in tokens")
+    slo_ttft_ms: Whole = Field(default=0, ge=0, description="0 (none) or the time to first token to keep, ms")
+    slo_tpot_ms: Whole = Field(default=0, ge=0, description="0 (none) or the time per token to keep, ms")
 
 
 class NetworkSettings(Frozen):
@@ -178,6 +187,7 @@ class Settings(Frozen):
     environment: str
     fleet: FleetSettings
     engine: EngineSettings
+    plan: PlanSettings = Field(default=PlanSettings(), description="a table")
     network: NetworkSettings
     edge: EdgeSettings
     operations: OperationsSettings

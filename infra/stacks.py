@@ -10,6 +10,7 @@ from infra.bundle import Bundle
 from infra.edge import Edge
 from infra.fleet import Fleet, FleetParts
 from infra.network import Network
+from infra.plan_check import record_plan, settings_plan
 from infra.security import HostSecurity
 from infra.settings import Settings
 from infra.tags import ENVIRONMENT_TAG
@@ -78,6 +79,7 @@ def add_stacks(app: cdk.App, settings: Settings, bundle: Bundle) -> tuple[StoreS
     name = f"neuronfleet-{settings.environment}"
     store = StoreStack(app, f"{name}-store", settings)
     fleet = FleetStack(app, name, settings, store.store, bundle)
+    record_plan(fleet, settings_plan(settings))
     cdk.Tags.of(app).add(ENVIRONMENT_TAG, settings.environment)
     return store, fleet
 
