@@ -39,6 +39,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from app.compile.transformers_neuronx import geometry_problems
+
 
 class ContractError(ValueError):
     """A call or a geometry that the compiled graphs cannot serve; raised before the device is touched."""
@@ -104,40 +106,6 @@ class Geometry:
         """The longest prompt that can be prefilled and leaves room for one token."""
         whole = self.context_limit if self.chunk_sizes else self.context_buckets[-1]
         return min(whole, self.context_limit - 1)
-
-
-def geometry_problems(
-    slots: int,
-    token_buckets: Sequence[int],
-    context_buckets: Sequence[int],
-    chunk_sizes: Sequence[int] = (),
-) -> list[str]:
-    """What is wrong with a geometry, each in one sentence; empty when it can be compiled and scheduled."""
-    problems = []
-    if slots < 1:
-        problems.append(f"slots {slots} must be at least 1")
-    for name, values in (
-        ("token_buckets", token_buckets),
-        ("context_buckets", context_buckets),
-        ("chunk_sizes", chunk_sizes),
-    ):
-        if list(values) != sorted(set(values)) or any(value < 2 for value in values):
-            problems.append(f"{name} {list(values)} must be ascending, without repeats, each at least 2")
-    if not token_buckets or not context_buckets:
-        problems.append("token_buckets and context_buckets each need at least one length")
-        return problems
-    if max(context_buckets) > max(token_buckets):
-        problems.append(
-            f"context_buckets go up to {max(context_buckets)}, more than the cache holds "
-            f"({max(token_buckets)}); drop the longer ones or raise the last of token_buckets"
-        )
-    limit = min(min(context_buckets), min(token_buckets) - 1)
-    if too_long := [value for value in chunk_sizes if value > limit]:
-        problems.append(
-            f"chunk_sizes {too_long} are over {limit}: a chunk must fit the smallest context bucket, and be "
-            "shorter than the smallest token bucket (at equal length the library builds the context mask)"
-        )
-    return problems
 
 
 def bucket_for(buckets: Sequence[int], size: int) -> int:
