@@ -36,14 +36,12 @@ def topology(
         typer.Option(
             "--neuron-ls",
             metavar="FILE",
-            help="What `neuron-ls -j` printed on a host; nothing of this host is read. `-` is standard input.",
+            help="What `neuron-ls -j` printed (`-`: standard input); nothing of this host is read.",
         ),
     ] = None,
     tp_degree: Annotated[
         int | None,
-        typer.Option(
-            "--tp-degree", help="NeuronCores of one replica; without it, the plan of this host's boot."
-        ),
+        typer.Option("--tp-degree", help="Cores of one replica; without it, the plan of this host's boot."),
     ] = None,
     degraded: Annotated[
         bool, typer.Option("--degraded", help="Plan with what is left where a strict plan fails, and say so.")
