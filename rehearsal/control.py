@@ -65,7 +65,7 @@ class ControlServer:
         self._path.unlink(missing_ok=True)
         self._server = _Server(self._path, operations)
         self._thread = threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 1.0}, name="control", daemon=True
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.25}, name="control", daemon=True
         )
 
     def start(self) -> None:

@@ -180,7 +180,7 @@ class MetadataService:
         self.v1_port: int = self._servers[1].server_address[1]
         self._threads = [
             threading.Thread(
-                target=server.serve_forever, kwargs={"poll_interval": 1.0}, name="metadata", daemon=True
+                target=server.serve_forever, kwargs={"poll_interval": 0.25}, name="metadata", daemon=True
             )
             for server in self._servers
         ]
