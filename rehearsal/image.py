@@ -24,7 +24,6 @@ from typing import Literal, TextIO
 from rehearsal import mirror
 from rehearsal.component import Component, fill, load_component
 from rehearsal.interfaces import RehearsalError
-from rehearsal.processes import last_line
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SUITE = "bookworm"
@@ -33,6 +32,11 @@ _FORMAT = "1"
 _SOURCE = "/run/neuronfleet-source"
 # What any parent image of Image Builder holds before components run: systemd, apt, certificates.
 _PARENT_PACKAGES = "systemd,systemd-sysv,dbus,ca-certificates,apt"
+
+# A step runs in PID and mount namespaces of its own: it ends whole, with all that it mounted in the root,
+# also when the process that builds is killed. Else removing an unfinished root could meet a mounted /dev.
+_CONTAINED = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private"]
+_CONTAINED += ["--pid", "--fork", "--kill-child=KILL", "--mount-proc", "--"]
 
 Variant = Literal["stock", "baked"]
 _DOCUMENTS: dict[str, tuple[str, ...]] = {
@@ -130,6 +134,10 @@ def ensure_image(home: Path, progress: Progress = lambda _: None, variant: Varia
             progress("removing the unfinished image")
             shutil.rmtree(building, ignore_errors=True)
             raise
+        finally:
+            # nspawn leaves its mark when it is killed.
+            with contextlib.suppress(OSError):
+                (Path("/run/systemd/nspawn/propagate") / _machine()).rmdir()
         progress(f"image {image.folder.name} built in {time.monotonic() - started:.0f} s")
     return image
 
@@ -170,39 +178,42 @@ class _Steps:
             RehearsalError: it failed or took longer than ``timeout_s``.
         """
         self.progress(name)
+        if shutil.which(argv[0]) is None:
+            raise RehearsalError(f"{argv[0]} is not installed: run scripts/debian_packages.sh")
+        argv = [*_CONTAINED, *argv]
         for attempt in range(1, attempts + 1):
             self.log.write(f"\n=== {name} (attempt {attempt} of {attempts})\n")
             self.log.flush()
-            try:
-                child = subprocess.Popen(
-                    argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=self.log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            except FileNotFoundError as error:
-                raise RehearsalError(f"{argv[0]} is not installed: run scripts/debian_packages.sh") from error
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=self.log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             try:
                 code: int | None = child.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 code = None
             finally:
                 if child.poll() is None:
-                    # Interrupted or too slow: nspawn and what runs in it are one session.
-                    os.killpg(child.pid, signal.SIGTERM)
-                    try:
-                        child.wait(10)
-                    except subprocess.TimeoutExpired:
-                        os.killpg(child.pid, signal.SIGKILL)
-                        child.wait()
+                    # Interrupted or too slow. Its PID and mount namespaces end with it.
+                    os.killpg(child.pid, signal.SIGKILL)
+                    child.wait()
             if code == 0:
                 return
         how = f"took longer than {timeout_s:.0f} s" if code is None else f"ended with exit code {code}"
         raise RehearsalError(
-            f"building the machines' image: step {name!r} {how}: {last_line(self.log_path)}. "
+            f"building the machines' image: step {name!r} {how}: {_reason(self.log_path)}. "
             f"Its log: {self.log_path}"
         )
+
+
+def _reason(log: Path) -> str:
+    """The last line of the log that says something: nspawn adds one of its own where /run is no tmpfs."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    said = [line for line in lines if not line.startswith(("Attempted to remove disk file system", "==="))]
+    return said[-1] if said else "no output"
 
 
 def _build(building: Path, variant: Variant, steps: _Steps) -> None:
@@ -214,8 +225,9 @@ def _build(building: Path, variant: Variant, steps: _Steps) -> None:
     bootstrap += ["--dpkgopt=path-exclude=/usr/share/locale/*", "--dpkgopt=force-unsafe-io"]
     steps.run("the parent image (Debian)", [*bootstrap, SUITE, str(root), *sources], timeout_s=900)
     wheels = _wheels()
-    for phase in ("build", "validate"):
-        for component in components:
+    # Each document makes an image of the one before it, as NeuronFleet's recipe does of the finished DLAMI.
+    for component in components:
+        for phase in ("build", "validate"):
             _run_phase(component, phase, root, wheels, steps)
     download = ["sh", "-c", mirror.download_script()]
     steps.run("the packages' mirror", [*_nspawn(root, wheels), *download], timeout_s=300, attempts=2)
@@ -239,9 +251,8 @@ def _run_phase(component: Component, phase: str, root: Path, wheels: Path | None
 
 def _nspawn(root: Path, wheels: Path | None) -> list[str]:
     """The command that runs another inside the root, on this machine's network, as Image Builder would."""
-    machine = f"neuronfleet-image-{os.getpid()}"
     argv = ["systemd-nspawn", "--quiet", "--settings=no", "--register=no", "--keep-unit", "--pipe"]
-    argv += [f"--machine={machine}", f"--directory={root}", "--as-pid2", "--resolv-conf=copy-host"]
+    argv += [f"--machine={_machine()}", f"--directory={root}", "--as-pid2", "--resolv-conf=copy-host"]
     argv += ["--timezone=off", "--link-journal=no", "--setenv=HOME=/root", "--setenv=LANG=C.UTF-8"]
     source = {"requirements": REPOSITORY / "requirements", "neuron": REPOSITORY / "rehearsal/neuron"}
     source["uv"] = _uv()
@@ -266,6 +277,11 @@ def _nspawn(root: Path, wheels: Path | None) -> list[str]:
         ):
             argv.append(f"--setenv={name}={value}")
     return argv
+
+
+def _machine() -> str:
+    """nspawn's name for the build; two homes may build at once."""
+    return f"neuronfleet-image-{os.getpid()}"
 
 
 def _uv() -> Path:

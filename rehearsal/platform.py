@@ -27,8 +27,14 @@ def build(home: Path, *, api_port: int | None = None, region: str = "us-east-1")
     def tls() -> Tls:
         return ensure_tls(home / "tls", region)
 
+    images: dict[Variant, RootImage] = {}
+
     def image(image_id: str) -> RootImage:
-        return ensure_image(home, variant=image_variant(image_id))
+        # An AMI does not change while a fleet runs on it, whatever happens to the files that it was made of.
+        variant = image_variant(image_id)
+        if variant not in images or not images[variant].root.is_dir():
+            images[variant] = ensure_image(home, variant=variant)
+        return images[variant]
 
     network = BridgeNetwork(home, api_port, tls, lambda: find_image(home))
     return Platform(

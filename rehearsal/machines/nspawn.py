@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -179,14 +180,32 @@ class NspawnMachines:
         groups = [str(entry) for entry in cgroups.create(self._bridge, instance_id)]
         enter = ["sh", "-c", 'while [ "$1" != -- ]; do echo $$ >"$1" || true; shift; done; shift; exec "$@"']
         clean = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", "TERM=dumb", f"PATH={_PATH}"]
-        return subprocess.run(
-            [*enter, "run", *groups, "--", "nsenter", "--target", str(leader), "--all", *clean, *argv],
+        # The machine's own `timeout` ends the command there: ending nsenter here would leave it running.
+        limit = ["timeout", "--kill-after=2", f"{timeout_s:.3f}"]
+        started = time.monotonic()
+        done = subprocess.run(
+            [
+                *enter,
+                "run",
+                *groups,
+                "--",
+                "nsenter",
+                "--target",
+                str(leader),
+                "--all",
+                *clean,
+                *limit,
+                *argv,
+            ],
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=timeout_s + 10,
             input=input_text if input_text is not None else "",
             check=False,
         )
+        if done.returncode in (124, 137) and time.monotonic() - started >= timeout_s:
+            raise subprocess.TimeoutExpired(list(argv), timeout_s, done.stdout, done.stderr)
+        return done
 
     def remove_all(self) -> None:
         """See the interface.

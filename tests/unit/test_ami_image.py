@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,7 @@ from rehearsal import image, mirror
 from rehearsal.image import ensure_image, find_image, image_key
 from rehearsal.interfaces import RehearsalError
 
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="build steps run in namespaces, which needs root")
 REPOSITORY = Path(image.__file__).resolve().parent.parent
 
 
@@ -96,6 +101,7 @@ def test_a_new_image_replaces_older_ones_that_no_machine_lies_on(
     assert left == {"stock-used", "baked-old", made.folder.name}
 
 
+@needs_root
 def test_a_failed_step_names_itself_its_reason_and_its_log(tmp_path: Path) -> None:
     log_path = tmp_path / "build.log"
     said: list[str] = []
@@ -113,25 +119,39 @@ def test_a_failed_step_names_itself_its_reason_and_its_log(tmp_path: Path) -> No
     assert log_path.read_text().count("=== EngineVenv") == 2 and said[0] == "a good step"
 
 
-def test_an_interrupted_step_ends_what_it_started(tmp_path: Path) -> None:
-    """As Ctrl-C in ``make up``: the step runs in a session of its own, so the terminal does not end it."""
+@needs_root
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_step_ends_with_the_process_that_builds(tmp_path: Path, number: int) -> None:
+    """As Ctrl-C or kill in ``make up``: a step has a session of its own, so the terminal does not end it."""
     program = (
         "import sys, pathlib; sys.path.insert(0, sys.argv[1]); from rehearsal import image\n"
         "log = pathlib.Path(sys.argv[2]); steps = image._Steps(log.open('w'), log, print)\n"
-        "steps.run('slow', ['sh', '-c', 'echo $$ started; exec sleep 60'], timeout_s=60)\n"
+        "steps.run('slow', ['sh', '-c', 'echo started; sleep 60; true', sys.argv[2]], timeout_s=60)\n"
     )
     log = tmp_path / "log"
-    child = subprocess.Popen(
-        [sys.executable, "-c", program, str(REPOSITORY), str(log)], stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 20
-    while "started" not in (log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    pid = log.read_text().split(" started")[0].split()[-1]
-    child.send_signal(2)
+    argv = [sys.executable, "-c", program, str(REPOSITORY), str(log)]
+    child = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
+
+    def running() -> list[str]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(log).encode() in path.read_bytes():
+                    found.append(path.parent.name)
+        return found
+
+    wait_for(lambda: log.exists() and "started\n" in log.read_text())
+    assert len(running()) > 1
+    child.send_signal(number)
     child.wait(20)
-    assert not Path(f"/proc/{pid}").exists()
+    wait_for(lambda: not running())
+
+
+def wait_for(what: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.05)
 
 
 def test_the_mirror_is_what_the_images_apt_asks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
