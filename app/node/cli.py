@@ -204,16 +204,21 @@ def fail(unit: Annotated[str, typer.Argument(help="The unit that failed.")]) -> 
     """Report that a unit failed: FAILURE signal, Unhealthy mark, console. OnFailure= calls it."""
     from app.node.aws import client
     from app.node.host import MetadataError
-    from app.node.report import last_message, not_to_report, report_failure
+    from app.node.report import last_message, not_to_report, report_failure, write_console
 
     with _step("fail", MetadataError):
         why_not = not_to_report(unit)
         if why_not:
             log.info("nothing to report of %s: %s", unit, why_not)
             return
-        config = _config()
-        instance_id = _instance_id()
         reason = last_message(unit)
+        try:
+            config = _config()
+            instance_id = _instance_id()
+        except Exception:
+            # Without them nobody can be signalled; the console still says why.
+            write_console(f"neuronfleet-failed: {unit}: {reason}")
+            raise
         log.error("%s failed: %s", unit, reason)
         undelivered = report_failure(
             config,

@@ -55,6 +55,8 @@ def s3_client(region: str, connections: int) -> Any:
         connect_timeout=5,
         read_timeout=30,
         retries={"mode": "standard", "max_attempts": 6},
+        # botocore's default in us-east-1 is the global name, which a private subnet may not reach.
+        s3={"us_east_1_regional_endpoint": "regional"},
         # Every blob is verified by its sha256; botocore need not hash it a second time.
         response_checksum_validation="when_required",
     )

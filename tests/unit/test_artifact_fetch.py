@@ -285,6 +285,10 @@ def test_s3_reader_on_the_real_client(s3: Any, tmp_path: Path) -> None:
     assert (folder / "sub/a.bin").read_bytes() == FILES["sub/a.bin"]
 
 
+def test_s3_is_asked_at_its_name_in_the_region() -> None:
+    assert s3_client("us-east-1", 4).meta.endpoint_url == "https://s3.us-east-1.amazonaws.com"
+
+
 def test_s3_reader_says_what_is_missing(s3: Any) -> None:
     reader = S3Reader(s3_client("us-east-1", 4), "artifacts")
     with pytest.raises(StoreRefusal, match="does not exist: was the artifact published whole"):
