@@ -33,7 +33,8 @@ _REQUIRED = (
     "intermediate_size",
     "vocab_size",
 )
-_SAME_SIZES = re.compile(r"(-(instruct|chat|base|hf|it))+$")
+# Parts of a name that say who made or tuned a model, not how large it is.
+_NOT_SIZES = frozenset({"meta", "instruct", "chat", "base", "hf", "it"})
 
 
 class ModelError(ValueError):
@@ -192,13 +193,9 @@ def _display_name(path: Path) -> str:
 
 
 def _key(name: str) -> str:
-    """What two spellings of one model share: the last part of an id, without case, maker or tuning."""
-    last = name.rstrip("/").rsplit("/", 1)[-1].casefold().removeprefix("meta-")
-    match = re.fullmatch(
-        r"(.*?)(-(?:instruct|chat|base|hf|it))*(-v\d+(?:\.\d+)*)?(-(?:instruct|chat|base|hf|it))*", last
-    )
-    assert match is not None  # every part of the pattern may be empty
-    return match.group(1) + (match.group(3) or "")
+    """What the spellings of one model share: the last part of an id, without case, maker or tuning."""
+    last = re.sub(r"^(meta[-_ ])?llama(?=\d)", "llama-", name.rstrip("/").rsplit("/", 1)[-1].casefold())
+    return "-".join(part for part in re.split(r"[-_ ]+", last) if part not in _NOT_SIZES)
 
 
 @cache

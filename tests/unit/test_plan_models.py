@@ -64,6 +64,8 @@ def test_every_registered_model_loads() -> None:
         ("Llama-3-8B", "meta-llama/Meta-Llama-3-8B"),
         ("llama-3-70b-instruct", "meta-llama/Meta-Llama-3-70B"),
         ("Llama-2-7b", "meta-llama/Llama-2-7b-hf"),
+        ("Llama3-8B-Instruct", "meta-llama/Meta-Llama-3-8B"),
+        ("llama 2 13b chat", "meta-llama/Llama-2-13b-hf"),
         ("Llama-2-13b", "meta-llama/Llama-2-13b-chat-hf"),
         ("Llama-2-70b", "meta-llama/Llama-2-70b-hf"),
         ("CodeLlama-13b-hf", "codellama/CodeLlama-13b-Instruct-hf"),
