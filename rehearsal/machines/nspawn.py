@@ -73,12 +73,18 @@ class NspawnMachines:
         """See the interface.
 
         Raises:
-            RehearsalError: no image, or a program is missing.
+            RehearsalError: no image, a program is missing, or a file cannot be written.
         """
-        home = self._folder / spec.instance_id
-        if (home / "process").exists():
+        if (self._folder / spec.instance_id / "process").exists():
             return
         self._clear(spec.instance_id)
+        try:
+            self._launch(spec)
+        except OSError as error:
+            raise RehearsalError(f"cannot start the machine of {spec.instance_id}: {error}") from error
+
+    def _launch(self, spec: MachineSpec) -> None:
+        home = self._folder / spec.instance_id
         image = self._image(spec.image_id)
         upper, root = home / "upper", home / "root"
         for path in (upper, home / "work", root):
