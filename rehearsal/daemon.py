@@ -2,8 +2,8 @@
 
 It is AWS for this machine: the API (moto and what it lacks), the instance metadata service, and the
 reconciler that makes machines, network and load balancers follow the API. ``HOME/state.json`` appears once it
-is ready and goes when it ends; ``HOME/events.jsonl`` tells what happens, ``HOME/daemon.log`` why. State is in memory: a
-daemon that died leaves machines behind, which the next one removes before it starts.
+is ready and goes when it ends; ``HOME/events.jsonl`` tells what happens, ``HOME/daemon.log`` why. State is in
+memory: a daemon that died leaves machines behind, which the next one removes before it starts.
 """
 
 from __future__ import annotations
