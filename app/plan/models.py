@@ -159,10 +159,11 @@ def _architecture(config: Mapping[str, Any], problems: list[str]) -> str:
     if not isinstance(names, list) or not names:
         problems.append(f"architectures is missing or no list; expected one of {known}")
         return ""
-    if names[0] not in _ARCHITECTURES:
-        problems.append(f"architecture {names[0]!r} is not known to the plan; expected one of {known}")
+    name = names[0]
+    if not isinstance(name, str) or name not in _ARCHITECTURES:
+        problems.append(f"architecture {name!r} is not known to the plan; expected one of {known}")
         return ""
-    return str(names[0])
+    return name
 
 
 def _size(config: Mapping[str, Any], key: str, problems: list[str], default: int | None = None) -> int:

@@ -129,6 +129,7 @@ def test_folder_without_config_and_missing_path(tmp_path: Path) -> None:
         ({"num_key_value_heads": 7}, "7 does not divide num_attention_heads 32"),
         ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not known"),
         ({"architectures": None}, "architectures is missing"),
+        ({"architectures": [["LlamaForCausalLM"]]}, "architecture ['LlamaForCausalLM'] is not known"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is missing or no list"),
         ({"tie_word_embeddings": "yes"}, "must be true or false"),
     ],
