@@ -17,8 +17,8 @@ setup: ## Make .venv, the CDK command line and the host bundles
 	@scripts/setup.sh
 
 up: ## Deploy ENV (default dev) onto this machine and stream an answer
-	@scripts/require_rehearsal.sh && scripts/setup.sh && scripts/debian_packages.sh && scripts/engine_venv.sh \
-		&& $(PY) -m rehearsal.up --env $(ENV)
+	@export NEURONFLEET_UP_STARTED=$$(date +%s); scripts/require_rehearsal.sh && scripts/setup.sh \
+		&& scripts/debian_packages.sh && scripts/engine_venv.sh && $(PY) -m rehearsal.up --env $(ENV)
 
 down: ## Remove everything that make up made
 	@if [ -x $(PY) ]; then $(PY) -m rehearsal.down; else echo "nothing to remove: make up never ran here"; fi

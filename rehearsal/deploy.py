@@ -65,7 +65,9 @@ class Cdk:
                 while process.poll() is None:
                     events, offset = read_events(self.home, offset)
                     for event in events:
-                        say(str(event.get("message", "")))
+                        # Resources pass by; what happens to hosts and signals is what a person waits for.
+                        if event["kind"] != "resource.status" or str(event["status"]).endswith("_FAILED"):
+                            say(str(event["message"]))
                     time.sleep(0.2)
             except BaseException:
                 process.terminate()
@@ -96,5 +98,9 @@ def _reason(log: Path) -> str:
         # The resource that failed first has the reason; the others only say that they were cancelled.
         if "cancelled" not in line.lower():
             return line.split("|")[-1].strip() if "|" in line else line
+    if lines and "Subprocess exited" in lines[-1]:
+        # The CDK app's own words stand above the command line's.
+        said = [line for line in lines[:-1] if not line.startswith(("Traceback", "File "))]
+        return "\n".join(said[-8:]) or lines[-1]
     marked = [line for line in lines if "❌" in line or "error" in line.lower()]
     return (marked or lines or ["no output"])[-1]

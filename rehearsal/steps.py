@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 
 @dataclass
@@ -42,12 +43,12 @@ class Steps:
         self.seconds[name] = self.seconds.get(name, 0.0) + took
         self.console.print(f"[green]✓[/green] {name}  [dim]{took:.1f} s[/dim]", highlight=False)
 
-    def say(self, message: str, *, keep: bool = False) -> None:
-        """Show what the step is doing; ``keep`` leaves the line on the screen."""
+    def say(self, message: str) -> None:
+        """Show what the step is doing: on a terminal beside the spinner, else a line each."""
         if message == self._last:
             return
         self._last = message
-        if self._status is not None and self.console.is_terminal and not keep:
-            self._status.update(f"[bold]{self._step}[/bold]  [dim]{message}[/dim]")
+        if self._status is not None and self.console.is_terminal:
+            self._status.update(Text.assemble((self._step, "bold"), "  ", (message, "dim")))
         else:
-            self.console.print(f"  [dim]{message}[/dim]", highlight=False)
+            self.console.print(Text(f"  {message}", style="dim"), soft_wrap=True)

@@ -49,7 +49,7 @@ def phases(host: Host) -> dict[str, float]:
     }
 
 
-def table(status: Status, steps: dict[str, float], clock: Clock, answer: Answer) -> Table:
+def table(status: Status, clock: Clock, answer: Answer) -> Table:
     """Where the time went; a host's phases overlap (the artifact is fetched while Ray starts)."""
     shown = Table(title="Where the time went", title_justify="left", show_edge=False, pad_edge=False)
     shown.add_column("phase")

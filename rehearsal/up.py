@@ -9,6 +9,8 @@ import time
 
 from rich.console import Console
 
+from app.operate.status import read_status
+from app.operate.target import OperateError, find_target
 from infra.settings import SettingsError, load_settings
 from rehearsal import timeline
 from rehearsal.answer import Answer, ask
@@ -38,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     context = dict(item.partition("=")[::2] for item in arguments.context)
     try:
         up(arguments.env, context, steps)
-    except (RehearsalError, SettingsError) as error:
+    except (RehearsalError, SettingsError, OperateError) as error:
         console.print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
         console.print("[dim]`make down` removes what was made; `make up` goes on from here[/dim]")
         return 1
@@ -80,9 +82,6 @@ def up(environment: str, context: dict[str, str], steps: Steps) -> Answer:
 
 
 def _show_answer(environment: str, steps: Steps, clock: timeline.Clock) -> Answer:
-    from app.operate.status import read_status
-    from app.operate.target import find_target
-
     console = steps.console
     status = read_status(find_target(), environment)
     console.print(f"\n[bold]> {timeline.QUESTION}[/bold]")
@@ -99,7 +98,7 @@ def _show_answer(environment: str, steps: Steps, clock: timeline.Clock) -> Answe
         raise RehearsalError(
             f"{status.url} streamed no text. See `.venv/bin/neuronfleet status --env {environment}`"
         )
-    console.print(timeline.table(status, steps.seconds, clock, answer))
+    console.print(timeline.table(status, clock, answer))
     host = next((item.instance_id for item in status.hosts if item.target_health == "healthy"), "HOST")
     console.print(
         f"\n[bold cyan]{status.url}[/bold cyan]  OpenAI-compatible: base_url={status.url}/v1\n",
