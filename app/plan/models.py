@@ -33,6 +33,8 @@ _REQUIRED = (
     "intermediate_size",
     "vocab_size",
 )
+# No size of a real model comes near; larger ones are slips of the pen.
+_MOST = 10**9
 # Parts of a name that say who made or tuned a model, not how large it is.
 _NOT_SIZES = frozenset({"meta", "instruct", "chat", "base", "hf", "it"})
 
@@ -173,8 +175,9 @@ def _size(config: Mapping[str, Any], key: str, problems: list[str], default: int
     if value is None:
         problems.append(f"{key} is missing")
         return 0
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        problems.append(f"{key} {value!r} must be a whole number, at least 1")
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+        shown = repr(value) if len(repr(value)) < 40 else f"{repr(value)[:40]}…"
+        problems.append(f"{key} {shown} must be a whole number, 1 to {_MOST}")
         return 0
     return value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 from app.plan.catalogue import INF2, InstanceType
 from app.plan.fit import Fit, Shape, fit
@@ -83,13 +83,15 @@ class Performance:
 
 @dataclass(frozen=True)
 class Cost:
-    """USD. ``usd_per_million_output_tokens`` lays the whole bill on the output; ``split`` lays it on input
-    and output by the time that prefill and decode take. None where the price book has no price."""
+    """USD. ``usd_per_million_output_tokens`` lays the whole bill on the output, ``by_purchase`` does so for each
+    way of buying; ``split`` lays it on input and output by the time that prefill and decode take. None where
+    the price book has no price."""
 
     usd_per_hour: float | None
     usd_per_million_output_tokens: float | None
     split_input: float | None
     split_output: float | None
+    by_purchase: dict[Purchase, float | None]
 
 
 @dataclass(frozen=True)
@@ -229,8 +231,11 @@ class Planner:
     def _cost(self, request: PlanRequest, fitted: Fit, performance: Performance | None) -> Cost:
         hourly = self.prices.find(fitted.instance.name, request.region, request.purchase)
         if hourly is None or performance is None:
-            return Cost(hourly, None, None, None)
+            return Cost(hourly, None, None, None, {})
         served = performance.output_tokens_per_second.value
+        hourlies = {
+            way: self.prices.find(fitted.instance.name, request.region, way) for way in get_args(Purchase)
+        }
         whole = usd_per_million(hourly, served, request.utilisation)
         share = served / performance.decode_tokens_per_second.value  # of the time, spent in decode
         return Cost(
@@ -238,6 +243,10 @@ class Planner:
             usd_per_million_output_tokens=whole,
             split_input=whole * (1 - share) * request.output_tokens / request.input_tokens,
             split_output=whole * share,
+            by_purchase={
+                way: None if price is None else usd_per_million(price, served, request.utilisation)
+                for way, price in hourlies.items()
+            },
         )
 
     def _proposals(self, request: PlanRequest, most: int = 3) -> tuple[Proposal, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from app.plan.catalogue import QUOTA_ON_DEMAND, QUOTA_SPOT
 from app.plan.performance import Estimate
 from app.plan.planner import Plan, Proposal
 
@@ -49,6 +50,11 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "network_load_s": fitted.network_load_s,
             "volume_load_s": fitted.volume_load_s,
         },
+        "quota": {
+            "on_demand": QUOTA_ON_DEMAND,
+            "spot": QUOTA_SPOT,
+            "vcpus_per_instance": fitted.instance.vcpus,
+        },
         "idle_cores": fitted.idle_cores,
         "ranges": (
             {}
@@ -71,6 +77,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "usd_per_hour": cost.usd_per_hour,
             "usd_per_million_input_tokens_split": cost.split_input,
             "usd_per_million_output_tokens_split": cost.split_output,
+            "usd_per_million_output_tokens_by_purchase": dict(cost.by_purchase),
         },
         "proposals": [_proposal(item) for item in plan.proposals],
     }

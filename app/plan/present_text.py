@@ -110,6 +110,10 @@ def _cost(plan: Plan) -> Table:
     )
     for name, value in rows:
         table.add_row(name, "no price" if value is None else f"${value:.2f}")
+    for way, value in cost.by_purchase.items():
+        if way != request.purchase:
+            name = f"a million output tokens, {way.replace('_', ' ')}"
+            table.add_row(name, "give a price with --prices" if value is None else f"${value:.2f}")
     return table
 
 

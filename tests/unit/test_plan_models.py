@@ -120,7 +120,7 @@ def test_folder_without_config_and_missing_path(tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"vocab_size": "many"}, "vocab_size 'many' must be a whole number"),
+        ({"vocab_size": "many"}, "vocab_size 'many' must be a whole number, 1 to"),
         ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be"),
         ({"intermediate_size": -1}, "intermediate_size -1 must be"),
         ({"num_hidden_layers": True}, "num_hidden_layers True must be"),

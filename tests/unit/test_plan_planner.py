@@ -240,3 +240,17 @@ def test_the_tutorials_claims_are_checked() -> None:
     assert "$21.96, not $32.77" in text
     assert "51% cheaper" in text
     assert "14.8 ms is not predicted" in text
+
+
+def test_every_way_of_buying_is_priced(tmp_path) -> None:
+    path = tmp_path / "prices.json"
+    path.write_text(
+        '{"version": 1, "dated": "2027-01-01", "source": "ours", '
+        '"regions": {"us-east-1": {"inf2.8xlarge": {"spot": 0.7}}}}'
+    )
+    asked = request(instance="inf2.8xlarge", tp_degree=2)
+    shipped = PLANNER.plan(asked).cost.by_purchase
+    own = Planner(load_prices(path)).plan(asked).cost.by_purchase
+    assert shipped["spot"] is None
+    assert own["spot"] / own["on_demand"] == pytest.approx(0.7 / 1.96786)
+    assert own["reserved_1y"] == shipped["reserved_1y"] < shipped["on_demand"]
