@@ -187,7 +187,8 @@ def _check_result(out: Path) -> None:
     missing = [name for name in ("model.safetensors", "tokenizer.json") if not (out / name).is_file()]
     if missing:
         raise EmbeddedModelError(
-            f"the converted model lacks {', '.join(missing)}; written: {sorted(p.name for p in out.iterdir())}"
+            f"the converted model lacks {', '.join(missing)}; written: "
+            f"{sorted(p.name for p in out.iterdir())}"
         )
     if "quantization_config" in config:
         raise EmbeddedModelError("the converted model still says that it is quantized")

@@ -29,6 +29,8 @@ from app.serve.settings import SettingsError, environment_settings, resolve_sett
 # it.
 
 NAMESPACE = "neuronfleet-local"
+LOOPBACK = "127.0.0.2"
+"""Where the private Ray listens: Ray replaces 127.0.0.1 by an address that others reach."""
 
 
 class LocalServeError(Exception):
@@ -36,10 +38,11 @@ class LocalServeError(Exception):
 
 
 @contextlib.contextmanager
-def local_ray(num_cpus: int | None = None) -> Iterator[Path]:
+def local_ray(num_cpus: int | None = None, cores: int = 0) -> Iterator[Path]:
     """A Ray of this process's own: others on the machine are neither joined nor stopped.
 
-    Yields its temporary folder. Its processes are this process's children and end with it.
+    With ``cores``, it offers that many NeuronCores by name only. Yields its temporary folder. Its processes
+    are this process's children and end with it.
 
     Raises:
         LocalServeError: Ray was imported before, without token authentication.
@@ -65,10 +68,11 @@ def local_ray(num_cpus: int | None = None) -> Iterator[Path]:
         ray.init(
             address="local",
             namespace=NAMESPACE,
-            _node_ip_address="127.0.0.1",
+            _node_ip_address=LOOPBACK,
             _temp_dir=str(folder),
             include_dashboard=False,
             num_cpus=num_cpus or max(4, os.cpu_count() or 1),
+            resources={"neuron_cores": cores} if cores else None,
             object_store_memory=200 * 1024 * 1024,
             log_to_driver=False,
             logging_level=logging.ERROR,

@@ -5,7 +5,9 @@ Run with the engine venv: ``.venv-engine/bin/python -m pytest tests/serve``.
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import socket
 import sys
 import tempfile
@@ -17,10 +19,21 @@ from typing import Any
 import pytest
 
 # Ray reads its authentication mode when it is imported, which other test modules do at collection.
-_TOKEN = Path(tempfile.mkdtemp(prefix="nf-test-")) / "token"
+_HOME = Path(tempfile.mkdtemp(prefix="nf-test-"))
+atexit.register(shutil.rmtree, _HOME, ignore_errors=True)
+_TOKEN = _HOME / "token"
 _TOKEN.write_text("0" * 64)
 _TOKEN.chmod(0o600)
-os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(_TOKEN), RAY_USAGE_STATS_ENABLED="0")
+NODE_CONFIG = _HOME / "node.json"
+ROOT = Path(__file__).resolve().parents[2]
+# Replicas have the environment of this process, which starts their Ray: it stands for a host's.
+os.environ.update(
+    RAY_AUTH_MODE="token",
+    RAY_AUTH_TOKEN_PATH=str(_TOKEN),
+    RAY_USAGE_STATS_ENABLED="0",
+    NEURONFLEET_NODE_CONFIG=str(NODE_CONFIG),
+    NEURONFLEET_TOPOLOGY=str(_HOME / "no-topology.json"),
+)
 
 _NEEDED = ("vllm", "ray")
 
@@ -62,12 +75,13 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_http() -> Iterator[int]:
+def ray_http(model_dir: Path) -> Iterator[int]:
     """A Ray of this session's own with Serve's proxy on loopback; gives the port."""
     from app.serve.local import local_ray, start_http
 
     port = free_port()
-    with local_ray():
+    os.environ["NEURONFLEET_SERVE_MODEL_DIR"] = str(model_dir)
+    with local_ray(cores=4):
         start_http(port)
         yield port
         from ray import serve
@@ -78,17 +92,15 @@ def ray_http() -> Iterator[int]:
 Deploy = Callable[..., App]
 
 
-@pytest.fixture(scope="module")
-def deploy(ray_http: int, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deploy]:
-    """Deploys an application for this module and takes it down at its end."""
-    from ray import serve
-
+@pytest.fixture(scope="session")
+def deploy(ray_http: int, model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Deploy:
+    """Deploys an application in place of the one before; the same settings again cost nothing."""
     from app.serve.local import deploy_local, wait_until_running
-    from app.serve.serve_llm import APPLICATION_NAME
 
     freeze = tmp_path_factory.mktemp("engine") / "freeze"
+    deployed: list[Any] = []
 
-    def make(replicas: int = 1, timeout_s: float = 240, **settings: Any) -> App:
+    def make(timeout_s: float = 240, **settings: Any) -> App:
         overrides = {
             "profile": "emulated",
             "model_dir": str(model_dir),
@@ -96,10 +108,34 @@ def deploy(ray_http: int, model_dir: Path, tmp_path_factory: pytest.TempPathFact
             "emulated_freeze_file": str(freeze),
             **settings,
         }
-        deploy_local(overrides, replicas)
-        wait_until_running(timeout_s)
+        if deployed != [overrides]:
+            take_down()
+            deploy_local(overrides)
+            wait_until_running(timeout_s)
+            deployed[:] = [overrides]
         return App(f"http://127.0.0.1:{ray_http}", overrides["model_name"], freeze)
 
-    yield make
-    freeze.unlink(missing_ok=True)
+    return make
+
+
+@pytest.fixture(scope="module")
+def emulated(deploy: Deploy) -> App:
+    """One replica of the emulated engine, shared by the modules that ask for it."""
+    return deploy(
+        emulated_ttft_ms="120",
+        emulated_itl_ms="40",
+        batch_size="4",
+        queue_limit="4",
+        max_model_len="512",
+        ready_fresh_s="0.5",
+        ready_deadline_s="1.5",
+    )
+
+
+def take_down() -> None:
+    """Delete the application, whoever deployed it."""
+    from ray import serve
+
+    from app.serve.serve_llm import APPLICATION_NAME
+
     serve.delete(APPLICATION_NAME)

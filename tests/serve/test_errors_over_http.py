@@ -8,12 +8,12 @@ import httpx
 import pytest
 
 from tests.serve.client import post
-from tests.serve.conftest import App, Deploy
+from tests.serve.conftest import App
 
 
 @pytest.fixture(scope="module")
-def app(deploy: Deploy) -> App:
-    return deploy(emulated_ttft_ms="0", emulated_itl_ms="1", max_model_len="128")
+def app(emulated: App) -> App:
+    return emulated
 
 
 def assert_openai_error(response: httpx.Response, status: int, *words: str) -> None:
@@ -32,7 +32,7 @@ def assert_openai_error(response: httpx.Response, status: int, *words: str) -> N
         ({"prompt": "x", "max_tokens": 0, "temperature": 9}, ("max_tokens", "temperature")),
         ({"prompt": "x", "frequency": 1}, ("frequency",)),
         ([1], ("expected",)),
-        ({"prompt": "word " * 300}, ("tokens", "128")),
+        ({"prompt": "word " * 600}, ("tokens", "512")),
     ],
 )
 def test_generate_names_what_is_wrong(app: App, body: Any, words: tuple[str, ...]) -> None:
@@ -73,5 +73,5 @@ def test_chat_without_messages(app: App) -> None:
 
 
 def test_prompt_that_can_never_fit(app: App) -> None:
-    body = {"model": app.model, "prompt": "word " * 300, "max_tokens": 5}
-    assert_openai_error(post(app.url, "/v1/completions", body), 400, "128")
+    body = {"model": app.model, "prompt": "word " * 600, "max_tokens": 5}
+    assert_openai_error(post(app.url, "/v1/completions", body), 400, "512")

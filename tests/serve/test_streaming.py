@@ -13,14 +13,14 @@ import pytest
 
 from app.serve.engines.emulated import PASSAGE
 from tests.serve.client import Stream, gauge, post, stream, wait_for
-from tests.serve.conftest import App, Deploy
+from tests.serve.conftest import App
 
 ITL_MS = 40.0
 
 
 @pytest.fixture(scope="module")
-def app(deploy: Deploy) -> App:
-    return deploy(emulated_ttft_ms="120", emulated_itl_ms=str(ITL_MS), batch_size="4", queue_limit="4")
+def app(emulated: App) -> App:
+    return emulated
 
 
 def chat(app: App, **fields: object) -> dict[str, object]:
@@ -80,7 +80,7 @@ def test_stop_string_ends_the_answer_before_it(app: App) -> None:
 
 def test_models_are_listed_with_their_limit(app: App) -> None:
     models = httpx.get(app.url + "/v1/models").json()["data"]
-    assert [(model["id"], model["max_model_len"]) for model in models] == [(app.model, 2048)]
+    assert [(model["id"], model["max_model_len"]) for model in models] == [(app.model, 512)]
 
 
 def test_generate_streams_raw_text(app: App) -> None:
@@ -128,7 +128,7 @@ def test_a_client_that_leaves_frees_its_slot(app: App) -> None:
         with httpx.stream(
             "POST",
             app.url + "/v1/completions",
-            json=completion(app, max_tokens=2000, stream=True, ignore_eos=True),
+            json=completion(app, max_tokens=490, stream=True, ignore_eos=True),
         ) as response:
             for _ in response.iter_lines():
                 if leave.is_set():

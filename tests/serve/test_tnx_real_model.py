@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch", reason="needs the engine venv (scripts/engi
 transformers = pytest.importorskip("transformers", reason="needs the engine venv (scripts/engine_venv.sh)")
 
 from app.compile.embedded_model import ensure_embedded_model  # noqa: E402
+from app.serve.engines.base import RequestRefused, TextRequest  # noqa: E402
 from app.serve.engines.transformers_neuronx.contract import ContractError, Geometry  # noqa: E402
 from app.serve.engines.transformers_neuronx.core import EngineCore  # noqa: E402
 from app.serve.engines.transformers_neuronx.costs import StepCosts  # noqa: E402
@@ -25,6 +26,11 @@ from app.serve.engines.transformers_neuronx.metrics import EngineMetrics  # noqa
 from app.serve.engines.transformers_neuronx.policy import StallPolicy  # noqa: E402
 from app.serve.engines.transformers_neuronx.request import GenerationRequest, Sampling  # noqa: E402
 from app.serve.engines.transformers_neuronx.runner import ContractRunner, warm_up  # noqa: E402
+from app.serve.engines.transformers_neuronx.start import (  # noqa: E402
+    TnxSettings,
+    start_transformers_neuronx,
+)
+from app.serve.settings import ReplicaSettings  # noqa: E402
 
 GEOMETRY = Geometry(
     slots=4, token_buckets=(64, 128, 192), context_buckets=(32, 64), vocabulary=49152, chunk_sizes=(16, 32)
@@ -199,3 +205,29 @@ async def test_streams_side_by_side_and_a_closed_one_frees_its_slot(
     finally:
         engine.shutdown()
     assert engine.dead_reason == "the engine was shut down"
+
+
+async def test_the_started_engine_streams_text_as_the_replica_asks(
+    model_dir: Path, tokenizer: Any, prompts: list[tuple[int, ...]], expected: list[list[int]]
+) -> None:
+    """From a replica's settings to text: load, warm up, stream, refuse, shut down."""
+    settings = ReplicaSettings(
+        profile="transformers-neuronx-2.25",
+        model_dir=model_dir,
+        model_name="smollm2",
+        batch_size=2,
+        max_model_len=48,
+        buckets=(48,),
+    )
+    engine = await start_transformers_neuronx(settings, lambda _: None, TnxSettings(contract="cpu"))
+    try:
+        wanted = TextRequest(request_id="a", prompt=PROMPTS[0], max_tokens=NEW_TOKENS)
+        text = "".join([piece async for piece in engine.stream_text(wanted)])
+        assert text == tokenizer.decode(expected[0], skip_special_tokens=True)
+        too_long = TextRequest(request_id="b", prompt=PROMPTS[5], max_tokens=5)
+        with pytest.raises(RequestRefused, match="expected 1 to 47"):
+            _ = [piece async for piece in engine.stream_text(too_long)]
+        assert engine.dead_reason() is None
+    finally:
+        await asyncio.to_thread(engine.shutdown)
+    assert engine.dead_reason() is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from app.plan.profiles import get_profile
@@ -64,13 +63,11 @@ async def start_engine(settings: ReplicaSettings, note_tokens: TokenNote) -> Eng
         app.plan.catalogue.UnknownNameError: no such profile.
         app.plan.engine_arguments.EngineArgumentError: a setting that the profile does not support.
     """
+    profile = get_profile(settings.profile)
+    if profile.engine == "transformers_neuronx":
+        from app.serve.engines.transformers_neuronx.start import start_transformers_neuronx
+
+        return await start_transformers_neuronx(settings, note_tokens)
     from app.serve.engines.vllm_engine import start_vllm
 
-    return await start_vllm(settings, get_profile(settings.profile), note_tokens)
-
-
-def model_type(model_dir: Path) -> str:
-    """The architecture family that a model folder's config names (``llama``, ``qwen2`` …)."""
-    import json
-
-    return str(json.loads((model_dir / "config.json").read_text()).get("model_type", "unknown"))
+    return await start_vllm(settings, profile, note_tokens)

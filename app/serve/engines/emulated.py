@@ -190,20 +190,22 @@ class StepLoop:
     def __init__(self, scheduler: Scheduler, freeze_file: Path | None) -> None:
         self._scheduler = scheduler
         self._freeze_file = freeze_file
-        self._work = asyncio.Event()
+        self._changed = asyncio.Event()
         self._next_at = 0.0
 
     def wake(self) -> None:
         """Requests came or went."""
-        self._work.set()
+        self._changed.set()
 
     async def next_step(self) -> list[StepToken]:
         """The next step's tokens; empty once after requests went away, so that counts are told."""
         while True:
             if self._scheduler.idle:
-                self._work.clear()
-                await self._work.wait()
+                # Set already if the last requests were aborted after their last step.
+                await self._changed.wait()
                 self._next_at = time.monotonic()
+            if self._changed.is_set():
+                self._changed.clear()
                 if self._scheduler.idle:
                     return []
             await self._pace()
@@ -213,8 +215,6 @@ class StepLoop:
                 continue
             if tokens := self._scheduler.step(time.monotonic()):
                 return tokens
-            if self._scheduler.idle:
-                return []
 
     async def _pace(self) -> None:
         self._next_at += self._scheduler.step_s()
