@@ -55,8 +55,8 @@ class ArtifactFile(_Frozen):
 class Manifest(_Frozen):
     """An artifact: the model, what it was compiled with and for, and its files.
 
-    ``versions`` maps component (``sdk``, ``neuronx-cc``, ``vllm``, ``plugin``, ``python`` …) to the version it
-    was made with; lengths are in tokens, ``batch_size`` in sequences.
+    ``versions`` maps component (``sdk``, ``neuronx-cc``, ``vllm``, ``plugin``, ``python`` …) to the version
+    it was made with; lengths are in tokens, ``batch_size`` in sequences.
     """
 
     version: Literal[1] = 1
