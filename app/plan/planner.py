@@ -83,9 +83,9 @@ class Performance:
 
 @dataclass(frozen=True)
 class Cost:
-    """USD. ``usd_per_million_output_tokens`` lays the whole bill on the output, ``by_purchase`` does so for each
-    way of buying; ``split`` lays it on input and output by the time that prefill and decode take. None where
-    the price book has no price."""
+    """USD. ``usd_per_million_output_tokens`` lays the whole bill on the output, ``by_purchase`` does so for
+    each way of buying; ``split`` lays it on input and output by the time that prefill and decode take. None
+    where the price book has no price."""
 
     usd_per_hour: float | None
     usd_per_million_output_tokens: float | None

@@ -124,7 +124,9 @@ def frontier_svg(points: Sequence[Point], plan: Plan | None = None) -> str:
             parts.append(
                 f'<circle class="ring" cx="{x:.1f}" cy="{y:.1f}" r="11"><title>this plan</title></circle>'
             )
-            parts.append(f'<text x="{x + 15:.1f}" y="{y - 10:.1f}" font-weight="700">this plan</text>')
+            parts.append(
+                f'<text x="{x - 13:.1f}" y="{y + 5:.1f}" text-anchor="end" font-weight="700">this plan</text>'
+            )
     parts += _legend(points)
     parts.append("</svg>")
     return "\n".join(parts)
@@ -144,12 +146,15 @@ class _Axis:
         share = math.log(value / self.low) / math.log(self.high / self.low)
         return self._start + share * (self._end - self._start)
 
-    def ticks(self) -> Iterator[float]:
-        for power in range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1):
-            for step in (1, 2, 5):
-                value = step * 10.0**power
-                if self.holds(value):
-                    yield value
+    def ticks(self) -> list[float]:
+        """Round values along the axis, closer where it spans little."""
+        coarse = self._steps(1, 2, 5)
+        return coarse if len(coarse) >= 3 else self._steps(1, 1.5, 2, 3, 4, 5, 6, 8)
+
+    def _steps(self, *steps: float) -> list[float]:
+        powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        values = [step * 10.0**power for power in powers for step in steps]
+        return [value for value in values if self.holds(value)]
 
 
 def _mark(point: Point, x: float, y: float) -> str:
