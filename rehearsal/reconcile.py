@@ -100,7 +100,10 @@ class Reconciler:
         machines, leaving = {}, set()
         for instance in ec2.all_instances():
             if instance.state in {"pending", "running"}:
-                machines[instance.id] = machine_spec(ec2, instance)
+                try:
+                    machines[instance.id] = machine_spec(ec2, instance)
+                except RehearsalError as error:
+                    self._died(instance.id, str(error))
             elif instance.state in {"shutting-down", "stopping"}:
                 leaving.add(instance.id)
         balancers = load_balancer_specs(self.world)

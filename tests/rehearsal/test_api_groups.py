@@ -139,6 +139,22 @@ def test_a_retired_host_drains_before_it_is_terminated(cloud: Cloud) -> None:
     assert states() == ["healthy"]
 
 
+def test_an_instance_type_that_does_not_exist_ends_its_instances_and_no_other(cloud: Cloud) -> None:
+    group = deployed(cloud)
+    ec2 = cloud.client("ec2")
+    subnet = cloud.resource("fleet", "SubnetA")
+    made = ec2.run_instances(
+        ImageId="ami-0e0e0e0e0e0e0e0e0", InstanceType="inf9.huge", MinCount=1, MaxCount=1, SubnetId=subnet
+    )["Instances"][0]["InstanceId"]
+
+    def state() -> dict[str, Any]:
+        return dict(ec2.describe_instances(InstanceIds=[made])["Reservations"][0]["Instances"][0])
+
+    wait_for(lambda: state()["State"]["Name"] == "terminated", 10, "its end")
+    assert "no such EC2 instance type: inf9.huge" in state()["StateReason"]["Message"]
+    assert len(cloud.in_service(group)) == 1
+
+
 def test_console_output_is_the_machines(cloud: Cloud) -> None:
     group = deployed(cloud)
     (host,) = cloud.in_service(group)

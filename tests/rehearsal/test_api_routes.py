@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from botocore.exceptions import ClientError
 
 from tests.rehearsal.api_world import Cloud, fleet_template, running_cloud, wait_for
 
@@ -54,6 +55,11 @@ def test_an_s3_range(cloud: Cloud) -> None:
     s3.put_object(Bucket="ranges", Key="k", Body=b"0123456789")
     answer = s3.get_object(Bucket="ranges", Key="k", Range="bytes=3-5")
     assert (answer["Body"].read(), answer["ContentRange"]) == (b"345", "bytes 3-5/10")
+    assert s3.get_object(Bucket="ranges", Key="k", Range="bytes=-4")["Body"].read() == b"6789"
+    assert s3.get_object(Bucket="ranges", Key="k", Range="bytes=8-99")["Body"].read() == b"89"
+    assert s3.get_object(Bucket="ranges", Key="k", Range="bytes=0-1,4-5")["Body"].read() == b"0123456789"
+    with pytest.raises(ClientError, match="InvalidRange"):
+        s3.get_object(Bucket="ranges", Key="k", Range="bytes=10-12")
 
 
 def test_a_policy_that_wants_tls_does_not_deny_everything(cloud: Cloud) -> None:
