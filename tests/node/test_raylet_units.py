@@ -1,6 +1,6 @@
 """Raylet units: golden files for each Inf2 size and degree, and what systemd says of them.
 
-After a change that is meant, write the golden files anew (``NEURONFLEET_UPDATE_GOLDEN=1 pytest`` on this file),
+After a change that is meant, write the golden files anew (``NEURONFLEET_UPDATE_GOLDEN=1``, this file only),
 then read their diff.
 """
 
