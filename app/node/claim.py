@@ -197,7 +197,7 @@ def _try_lock(lock_path: Path, block: Block) -> int | None:
     except OSError as error:
         raise ClaimError(
             f"the lock file {lock_path} cannot be opened ({error.strerror}): the folder must be writable for "
-            "this user; neuronfleet-configure makes it"
+            "this user (install.sh makes it)"
         ) from error
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock_struct(fcntl.F_WRLCK, block))
