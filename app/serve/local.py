@@ -30,7 +30,8 @@ from app.serve.settings import SettingsError, environment_settings, resolve_sett
 
 NAMESPACE = "neuronfleet-local"
 LOOPBACK = "127.0.0.2"
-"""Where the private Ray listens: Ray replaces 127.0.0.1 by an address that others reach."""
+"""The private Ray's address. Ray replaces 127.0.0.1 by one that others reach, and some of its ports listen on
+every interface whatever this says: they answer to the token alone."""
 
 
 class LocalServeError(Exception):
