@@ -94,8 +94,8 @@ def test_the_stock_cli_synthesizes_offline_and_fails_on_a_mistake(bundle: Path, 
         "HTTP_PROXY": "http://127.0.0.1:9",
     }
 
-    def run(*context: str) -> subprocess.CompletedProcess[str]:
-        options = [part for item in context for part in ("-c", item)]
+    def run(*context: str, app: str = "") -> subprocess.CompletedProcess[str]:
+        options = [part for item in context for part in ("-c", item)] + (["--app", app] if app else [])
         return subprocess.run(
             [str(cli), "synth", "--quiet", "--output", str(tmp_path / "out"), *options],
             cwd=ROOT,
@@ -111,6 +111,22 @@ def test_the_stock_cli_synthesizes_offline_and_fails_on_a_mistake(bundle: Path, 
     bad = run("env=dev", f"bundle={bundle}", "desired_capacity=none")
     assert bad.returncode == 1
     assert "-c desired_capacity = 'none'" in bad.stderr
+
+    # The environment's app with one bucket more, about which cdk-nag has something to say.
+    script = tmp_path / "with_an_open_bucket.py"
+    script.write_text(
+        "import infra, aws_cdk as cdk\n"
+        "from aws_cdk import aws_s3 as s3\n"
+        "from infra.app import build\n"
+        "app = cdk.App()\n"
+        "build(app)\n"
+        "s3.CfnBucket(cdk.Stack(app, 'extra'), 'Open')\n"
+        "app.synth()\n"
+    )
+    environment["PYTHONPATH"] = str(ROOT)
+    found = run("env=dev", f"bundle={bundle}", app=f"{ROOT / '.venv/bin/python'} {script}")
+    assert found.returncode == 1
+    assert "AwsSolutions-S1" in found.stdout + found.stderr
 
 
 def test_cdk_json_has_the_recommended_flags() -> None:

@@ -11,7 +11,9 @@ from cfnlint.api import ManualArgs, lint  # type: ignore[import-untyped]
 
 from app.node.config import NodeConfig
 from app.node.ports import DASHBOARD_PORT, SERVE_PORT, cluster_ingress
+from infra.bundle import ROOT
 from infra.host_role import HostAccess
+from infra.network import BOOT_SERVICES, CLUSTER_SERVICES
 from infra.settings import load_settings
 from infra.userdata import MAX_BYTES
 from tests.synth.conftest import Synth, Synthesized
@@ -278,6 +280,17 @@ def test_without_egress_nothing_is_routed_out_and_every_api_of_the_boot_has_an_e
         "logs",
     }
     assert len({config.numactl_from for config in node_configs(item)} - {"image"}) == 0
+
+
+def test_every_client_of_the_boot_steps_has_an_endpoint() -> None:
+    called = {
+        name
+        for path in (ROOT / "app/node").rglob("*.py")
+        for name in re.findall(r"\bclient\(\s*\"([a-z0-9]+)\"", path.read_text())
+    }
+    assert {"ssm", "elbv2", "cloudformation"} <= called
+    endpoints = {*BOOT_SERVICES, *CLUSTER_SERVICES, "s3"}
+    assert {{"elbv2": "elasticloadbalancing"}.get(name, name) for name in called} <= endpoints
 
 
 def test_an_internet_facing_load_balancer_does_not_give_hosts_a_way_out(synth: Synth) -> None:
