@@ -50,7 +50,7 @@ class ReplicaSettings(_Frozen):
     queue_limit: int = Field(default=256, ge=0, description="requests a replica holds beyond its batch")
     request_timeout_s: int = Field(default=3600, ge=1)
     drain_timeout_s: int = Field(
-        default=600, ge=1, description="how long a stopping replica's streams may go on"
+        default=300, ge=1, description="how long a stopping replica's streams may go on"
     )
     ready_fresh_s: float = Field(default=10.0, gt=0, description="a token this recent proves readiness")
     ready_deadline_s: float = Field(default=4.0, gt=0, description="how long one canary token may take")
