@@ -47,7 +47,7 @@ PROMPTS = [
     "the table, and explained with great patience why the pillars had to be moved by four metres to the "
     "east, and what that meant for the old fish market. The first question came from",
 ]
-NEW_TOKENS = 10
+NEW_TOKENS = 8
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def model_dir() -> Path:
 
 @pytest.fixture(scope="module")
 def contract(model_dir: Path) -> CpuContract:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # more only wait for each other on a busy machine
     return load_cpu_contract(model_dir, GEOMETRY)
 
 

@@ -24,7 +24,8 @@ from app.compile.transformers_neuronx import (
     read_options,
 )
 from app.serve.engines.transformers_neuronx.hardware import ArtifactMismatch, load_neuron_model
-from app.serve.settings import ReplicaSettings
+from app.serve.engines.transformers_neuronx.start import end_tokens, tnx_settings
+from app.serve.settings import ReplicaSettings, SettingsError
 
 OPTIONS = TnxOptions(
     tp_degree=8, slots=4, n_positions=(512, 2048), context_length_estimate=(256, 1024), chunk_sizes=(128,)
@@ -308,3 +309,27 @@ def test_a_host_without_a_compiled_model_says_so(library: Library, model_dir: Pa
     with pytest.raises(ArtifactMismatch, match="cannot be read"):
         load_neuron_model(settings(model_dir, tmp_path / "other"))
     assert library.calls == []
+
+
+def test_the_engines_own_settings_come_from_the_environment() -> None:
+    found = tnx_settings(
+        {"NEURONFLEET_TNX_TPOT_SLO_MS": "35", "NEURONFLEET_TNX_CHUNK_SIZES": "16,32", "OTHER": "x"}
+    )
+    assert (found.policy.tpot_slo_ms, found.chunk_sizes, found.contract) == (35.0, (16, 32), "neuron")
+    wrong = {"NEURONFLEET_TNX_TPOT_SLO_MS": "-1", "NEURONFLEET_TNX_CONTRACT": "gpu", "NEURONFLEET_TNX_X": "1"}
+    with pytest.raises(SettingsError) as error:
+        tnx_settings(wrong)
+    for name in wrong:
+        assert name in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("generation_config", "ends"),
+    [('{"eos_token_id": [1, 2]}', {1, 2}), ('{"eos_token_id": 5}', {5}), ("{}", {9}), (None, {9})],
+)
+def test_an_answer_ends_at_any_of_the_models_end_tokens(
+    tmp_path: Path, generation_config: str | None, ends: set[int]
+) -> None:
+    if generation_config is not None:
+        (tmp_path / "generation_config.json").write_text(generation_config)
+    assert end_tokens(tmp_path, types.SimpleNamespace(eos_token_id=9)) == ends
