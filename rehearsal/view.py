@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rehearsal.api import targets
-from rehearsal.api.stack_operation import record_of
+from rehearsal.api.stack_record import record_of
 from rehearsal.api.world import World
 from rehearsal.interfaces import Platform
 from rehearsal.reconcile import Reconciler

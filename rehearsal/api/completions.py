@@ -70,10 +70,15 @@ def _update_load_balancer(world: World, resource: Any, properties: dict[str, Any
         resource.security_groups = groups
 
 
+def _update_endpoint(world: World, resource: Any, properties: dict[str, Any]) -> None:
+    resource.policy_document = properties.get("PolicyDocument")
+
+
 _UPDATE: dict[str, Callable[[World, Any, dict[str, Any]], None]] = {
     "AWS::ElasticLoadBalancingV2::LoadBalancer": _update_load_balancer,
     "AWS::ElasticLoadBalancingV2::TargetGroup": _update_target_group,
     "AWS::EC2::Subnet": _subnet,
+    "AWS::EC2::VPCEndpoint": _update_endpoint,
 }
 
 

@@ -10,7 +10,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from graphlib import TopologicalSorter
 from typing import Any
@@ -18,6 +17,15 @@ from typing import Any
 from rehearsal.api import groups, rolling
 from rehearsal.api.resources import StackResources
 from rehearsal.api.signals import SignalBook, reason_on_console
+from rehearsal.api.stack_record import (
+    Cancelled,
+    ResourceFailed,
+    ResourceState,
+    failed_to,
+    physical_id,
+    record_of,
+    words,
+)
 from rehearsal.api.template import RollingUpdatePolicy, SignalPolicy, creation_order, kept_on_delete, sorter
 from rehearsal.api.world import World
 
@@ -28,50 +36,6 @@ _DELETE_PASSES = 4
 _GROUP_GONE_S = 600.0
 
 Job = Iterator[None]
-
-
-class ResourceFailed(Exception):
-    """A resource could not be brought to where the template wants it."""
-
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(f"{name}: {reason}")
-        self.name = name
-        self.reason = reason
-
-
-class Cancelled(Exception):
-    """Another operation (delete-stack) takes over."""
-
-
-@dataclass
-class ResourceState:
-    """What DescribeStackResources says of one resource."""
-
-    kind: str
-    physical_id: str
-    status: str
-    reason: str
-    changed: datetime
-
-
-@dataclass
-class StackRecord:
-    """The rehearsal's own part of a stack; hangs on moto's as ``rehearsal``."""
-
-    resources: dict[str, ResourceState] = field(default_factory=dict)
-    applied: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The resolved definition that each existing resource was last brought to."""
-    signals: dict[str, SignalBook] = field(default_factory=dict)
-    """Books of the resources that wait for signals at this moment."""
-    operation: StackOperation | None = None
-
-
-def record_of(stack: Any) -> StackRecord:
-    """The stack's record, made when there is none."""
-    if not hasattr(stack, "rehearsal"):
-        stack.rehearsal = StackRecord()
-    record: StackRecord = stack.rehearsal
-    return record
 
 
 class StackOperation:
@@ -434,21 +398,3 @@ class StackOperation:
             if time.monotonic() > deadline:
                 return False
         return True
-
-
-def physical_id(resource: Any, stack_name: str, name: str) -> str:
-    """A resource's physical id; moto's smallest types have none, so they get CloudFormation's usual form."""
-    return str(getattr(resource, "physical_resource_id", None) or f"{stack_name}-{name}")
-
-
-def failed_to(verb: str, failure: Exception) -> str:
-    """CloudFormation's sentence about what failed."""
-    if isinstance(failure, ResourceFailed):
-        return f"The following resource(s) failed to {verb}: [{failure.name}]."
-    return str(failure)
-
-
-def words(error: Exception) -> str:
-    """The message of an error, moto's or Python's, for a status reason."""
-    message = getattr(error, "message", None) or str(error)
-    return str(message) or type(error).__name__

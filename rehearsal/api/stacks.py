@@ -6,12 +6,14 @@ from typing import Any
 
 from moto.cloudformation import models, parsing, responses
 from moto.cloudformation.exceptions import AlreadyExistsException, ValidationError
-from moto.core.responses import ActionResult, EmptyResult
+from moto.core.responses import EmptyResult
 
 from rehearsal.api import emulated
+from rehearsal.api import stack_answers as answers
 from rehearsal.api.patches import Patch
 from rehearsal.api.resources import StackResources
-from rehearsal.api.stack_operation import StackOperation, record_of
+from rehearsal.api.stack_operation import StackOperation
+from rehearsal.api.stack_record import record_of
 from rehearsal.api.world import World
 
 _UPDATABLE = (
@@ -39,19 +41,35 @@ def patches(world: World) -> list[Patch]:
         Patch(backend, "update_stack", calls.update_stack, "updates roll instances, and roll back"),
         Patch(backend, "delete_stack", calls.delete_stack, "deletion waits for instances to be gone"),
         Patch(
-            backend, "create_change_set", _create_change_set(backend.create_change_set), "one REVIEW stack"
-        ),
-        Patch(response, "describe_change_set", _describe_change_set, "names of change sets are per stack"),
-        Patch(response, "delete_change_set", _delete_change_set, "the same, and deleting none is no error"),
-        Patch(response, "execute_change_set", _execute_change_set, "the same; and DisableRollback"),
-        Patch(
-            response, "create_change_set", _create_change_set_response, "UsePreviousValue of SSM parameters"
+            backend,
+            "create_change_set",
+            answers.create_change_set(backend.create_change_set),
+            "one REVIEW stack",
         ),
         Patch(
-            response, "describe_stack_resource", _describe_stack_resource, "each resource has its own status"
+            response, "describe_change_set", answers.describe_change_set, "names of change sets are per stack"
         ),
-        Patch(response, "describe_stack_resources", _describe_stack_resources, "the same"),
-        Patch(response, "list_stack_resources", _list_stack_resources, "the same"),
+        Patch(
+            response,
+            "delete_change_set",
+            answers.delete_change_set,
+            "the same, and deleting none is no error",
+        ),
+        Patch(response, "execute_change_set", answers.execute_change_set, "the same; and DisableRollback"),
+        Patch(
+            response,
+            "create_change_set",
+            answers.create_change_set_response,
+            "UsePreviousValue of SSM parameters",
+        ),
+        Patch(
+            response,
+            "describe_stack_resource",
+            answers.describe_stack_resource,
+            "each resource has its own status",
+        ),
+        Patch(response, "describe_stack_resources", answers.describe_stack_resources, "the same"),
+        Patch(response, "list_stack_resources", answers.list_stack_resources, "the same"),
         Patch(response, "signal_resource", calls.signal_resource, "moto has no SignalResource", new=True),
     ]
 
@@ -89,7 +107,7 @@ class _Calls:
         def execute_change_set(
             backend: Any, change_set_name: str, stack_name: str | None = None, disable_rollback: bool = False
         ) -> None:
-            change_set = _find_change_set(backend, change_set_name, stack_name)
+            change_set = answers.find_change_set(backend, change_set_name, stack_name)
             if change_set.execution_status != "AVAILABLE":
                 raise ValidationError(
                     message=f"ChangeSet [{change_set.change_set_id}] cannot be executed in its current "
@@ -122,7 +140,7 @@ class _Calls:
             stack = backend.get_stack(name)
             if tags is not None:
                 stack.tags = tags
-            self.update(backend, stack, template, _parameters(stack, parameters))
+            self.update(backend, stack, template, answers.typed_parameters(stack, parameters))
             return stack
 
         def delete_stack(backend: Any, name_or_stack_id: str) -> None:
@@ -264,148 +282,3 @@ def _imports(stack: Any) -> list[str]:
 
     visit(stack.template_dict)
     return found
-
-
-def _parameters(stack: Any, given: list[dict[str, Any]]) -> dict[str, Any]:
-    """Parameter values as they were typed: an SSM parameter's name, not the value that it had."""
-    values = {}
-    for item in given:
-        key = item["ParameterKey"]
-        if str(item.get("UsePreviousValue", False)).lower() == "true":
-            if key in stack.parameters:
-                values[key] = stack.parameters[key]
-        else:
-            values[key] = item["ParameterValue"]
-    return values
-
-
-def _find_change_set(backend: Any, name: str, stack_name: str | None) -> Any:
-    for change_set in reversed(backend.change_sets.values()):
-        if change_set.change_set_id == name:
-            return change_set
-        if change_set.change_set_name == name and stack_name in {
-            None,
-            change_set.stack_name,
-            change_set.stack_id,
-        }:
-            return change_set
-    raise _change_set_missing(name)
-
-
-def _change_set_missing(name: str) -> Exception:
-    error: Exception = ValidationError(message=f"ChangeSet [{name}] does not exist")
-    error.code = "ChangeSetNotFound"  # type: ignore[attr-defined]
-    return error
-
-
-def _create_change_set(original: Any) -> Any:
-    def create_change_set(backend: Any, stack_name: str, *args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("change_set_type") == "CREATE":
-            for stack in list(backend.stacks.values()):
-                if stack.name == stack_name and stack.status == "REVIEW_IN_PROGRESS":
-                    backend.stacks.pop(stack.stack_id)  # an earlier change set that was never executed
-                elif stack.name == stack_name:
-                    raise ValidationError(
-                        message=f"Stack [{stack_name}] already exists and cannot be created again with the "
-                        f"changeSet [{kwargs.get('change_set_name')}]."
-                    )
-        return original(backend, *args, stack_name=stack_name, **kwargs)
-
-    return create_change_set
-
-
-def _create_change_set_response(response: Any) -> Any:
-    kind = response._get_param("ChangeSetType", "UPDATE")
-    backend = response.cloudformation_backend
-    stack_name = response._get_param("StackName")
-    template = response._get_param("TemplateBody")
-    given = response._get_param("Parameters", [])
-    if url := response._get_param("TemplateURL"):
-        template = response._get_stack_from_s3_url(url)
-    if kind == "UPDATE":
-        stack = backend.get_stack(stack_name)
-        if response._get_bool_param("UsePreviousTemplate", False):
-            template = stack.template
-        parameters = _parameters(stack, given)
-    else:
-        parameters = {item["ParameterKey"]: item["ParameterValue"] for item in given}
-    change_set_id, stack_id = backend.create_change_set(
-        stack_name=stack_name,
-        change_set_name=response._get_param("ChangeSetName"),
-        template=template,
-        parameters=parameters,
-        description=response._get_param("Description"),
-        notification_arns=response._get_param("NotificationARNs", []),
-        tags={item["Key"]: item["Value"] for item in response._get_param("Tags", [])},
-        role_arn=response._get_param("RoleARN"),
-        change_set_type=kind,
-    )
-    return ActionResult({"Id": change_set_id, "StackId": stack_id})
-
-
-def _describe_change_set(response: Any) -> Any:
-    return ActionResult(
-        _find_change_set(
-            response.cloudformation_backend,
-            response._get_param("ChangeSetName"),
-            response._get_param("StackName"),
-        )
-    )
-
-
-def _delete_change_set(response: Any) -> Any:
-    backend = response.cloudformation_backend
-    name, stack_name = response._get_param("ChangeSetName"), response._get_param("StackName")
-    for change_set in list(backend.change_sets.values()):
-        if name == change_set.change_set_id or (
-            name == change_set.change_set_name
-            and stack_name in {None, change_set.stack_name, change_set.stack_id}
-        ):
-            del backend.change_sets[change_set.change_set_id]
-    return EmptyResult()
-
-
-def _execute_change_set(response: Any) -> Any:
-    response.cloudformation_backend.execute_change_set(
-        change_set_name=response._get_param("ChangeSetName"),
-        stack_name=response._get_param("StackName"),
-        disable_rollback=response._get_bool_param("DisableRollback", False),
-    )
-    return EmptyResult()
-
-
-def _resource_details(stack: Any, names: list[str] | None = None) -> list[dict[str, Any]]:
-    return [
-        {
-            "StackId": stack.stack_id,
-            "StackName": stack.name,
-            "LogicalResourceId": name,
-            "PhysicalResourceId": state.physical_id,
-            "ResourceType": state.kind,
-            "ResourceStatus": state.status,
-            "ResourceStatusReason": state.reason or None,
-            "Timestamp": state.changed,
-            "LastUpdatedTimestamp": state.changed,
-        }
-        for name, state in record_of(stack).resources.items()
-        if names is None or name in names
-    ]
-
-
-def _describe_stack_resource(response: Any) -> Any:
-    stack_name, name = response._get_param("StackName"), response._get_param("LogicalResourceId")
-    found = _resource_details(response.cloudformation_backend.get_stack(stack_name), [name])
-    if not found:
-        raise ValidationError(message=f"Resource {name} does not exist for stack {stack_name}")
-    return ActionResult({"StackResourceDetail": found[0]})
-
-
-def _describe_stack_resources(response: Any) -> Any:
-    stack_name, name = response._get_param("StackName"), response._get_param("LogicalResourceId")
-    stack = response.cloudformation_backend.get_stack(stack_name)
-    return ActionResult({"StackResources": _resource_details(stack, [name] if name else None)})
-
-
-def _list_stack_resources(response: Any) -> Any:
-    stack = response.cloudformation_backend.get_stack(response._get_param("StackName"))
-    return ActionResult({"StackResourceSummaries": _resource_details(stack)})
