@@ -13,7 +13,12 @@ import time
 from typing import Any
 
 LOGGER_NAME = "neuronfleet.serve"
-_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+    "vllm_process_name",  # vLLM adds it to every record of the process
+}
 
 
 class JsonFormatter(logging.Formatter):
