@@ -129,7 +129,7 @@ def test_settings_that_contradict_each_other_are_refused(
     assert len(found) == 1 and message in found[0] and "allowed: " in found[0], found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(key=st.sampled_from(sorted(TABLE_OF)), value=st.text(min_size=0, max_size=12))
 def test_no_text_on_the_command_line_gets_past_validation_or_breaks_it(key: str, value: str) -> None:
     try:
