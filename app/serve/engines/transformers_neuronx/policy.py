@@ -30,7 +30,7 @@ class StallPolicy:
             for, whatever the promise says.
     """
 
-    tpot_slo_ms: float | None = 50.0
+    tpot_slo_ms: float | None = 100.0
     max_stall_ms: float | None = None
     max_overtakes: int = 4
     lookahead: int = 16

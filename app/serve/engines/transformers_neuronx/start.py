@@ -40,7 +40,7 @@ class TnxSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     contract: Literal["neuron", "cpu"] = "neuron"
-    tpot_slo_ms: float | None = Field(default=50.0, ge=0)
+    tpot_slo_ms: float | None = Field(default=100.0, ge=0)
     max_stall_ms: float | None = Field(default=None, ge=0)
     chunk_sizes: tuple[int, ...] = ()
 
