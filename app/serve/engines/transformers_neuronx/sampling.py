@@ -5,14 +5,14 @@ Each request draws from a generator of its own, so its tokens do not depend on w
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
 from app.serve.engines.transformers_neuronx.request import GenerationRequest, Sampling, TokenLogprob
 
 Row = npt.NDArray[np.float32]
+_LEAST_TEMPERATURE = 1e-6
+_BLOCK = 1024
 _SORT_FIRST = 1024
 """Candidates that ``top_p`` sorts at first: a whole vocabulary takes ten times as long and is seldom
 needed."""
@@ -39,15 +39,19 @@ def sample(row: Row, sampling: Sampling, generator: np.random.Generator) -> int:
         raise LogitsError(f"the model's logits hold {row[best]}; expected finite numbers")
     if sampling.temperature == 0 or sampling.top_k == 1:
         return best
-    candidates, logits = _top_k(row, sampling.top_k)
-    # Against the largest logit first: a tiny temperature must not overflow.
+    candidates = _top_k(row, sampling.top_k)
+    logits = row if candidates is None else row[candidates]
+    # Against the largest logit first, so that a tiny temperature does not overflow; in one array, since giving
+    # memory back to the system and taking it again would cost more than the arithmetic.
+    weights = logits - row[best]
     with np.errstate(over="ignore"):
-        weights = np.exp((logits.astype(np.float64) - float(row[best])) / sampling.temperature)
-    probabilities = weights / weights.sum()
+        weights /= np.float32(max(sampling.temperature, _LEAST_TEMPERATURE))
+    np.exp(weights, out=weights)
     if sampling.top_p < 1:
-        candidates, probabilities = _top_p(candidates, probabilities, sampling.top_p)
-    drawn = np.searchsorted(np.cumsum(probabilities), generator.random() * probabilities.sum(), side="right")
-    return int(candidates[min(int(drawn), len(candidates) - 1)])
+        keep = _top_p(weights, sampling.top_p)
+        candidates, weights = keep if candidates is None else candidates[keep], weights[keep]
+    drawn = _draw(weights, generator.random())
+    return drawn if candidates is None else int(candidates[drawn])
 
 
 def token_logprob(row: Row, token: int, top: int) -> TokenLogprob:
@@ -63,27 +67,41 @@ def token_logprob(row: Row, token: int, top: int) -> TokenLogprob:
     return TokenLogprob(token, float(normalized[token]), tuple(best))
 
 
-def _top_k(row: Row, top_k: int) -> tuple[npt.NDArray[np.int64], Row]:
+def _top_k(row: Row, top_k: int) -> npt.NDArray[np.int64] | None:
+    """Indexes of the ``top_k`` largest; None: all (a list of all would cost more than all the rest)."""
     if not 0 < top_k < len(row):
-        return np.arange(len(row)), row
-    indexes = np.sort(np.argpartition(-row, top_k - 1)[:top_k])
-    return indexes, row[indexes]
+        return None
+    return np.sort(np.argpartition(-row, top_k - 1)[:top_k])
 
 
-def _top_p(
-    candidates: npt.NDArray[np.int64], probabilities: npt.NDArray[np.float64], top_p: float
-) -> tuple[Any, Any]:
-    """The smallest set of most likely tokens that holds ``top_p`` of the probability."""
-    order = _most_likely(probabilities, _SORT_FIRST)
-    reached = np.cumsum(probabilities[order])
-    if reached[-1] < top_p and len(order) < len(probabilities):
-        order = _most_likely(probabilities, len(probabilities))
-        reached = np.cumsum(probabilities[order])
-    keep = order[: int(np.searchsorted(reached, top_p, side="left")) + 1]
-    return candidates[keep], probabilities[keep]
+def _draw(weights: Row, fraction: float) -> int:
+    """The index where the running sum of the weights passes ``fraction`` of the whole.
+
+    In two steps: a running sum over a whole vocabulary would take most of the time.
+    """
+    starts = np.arange(0, len(weights), _BLOCK)
+    sums = np.cumsum(np.add.reduceat(weights, starts, dtype=np.float64))
+    point = fraction * sums[-1]
+    block = min(int(np.searchsorted(sums, point, side="right")), len(starts) - 1)
+    before = sums[block - 1] if block else 0.0
+    inside = np.cumsum(weights[starts[block] : starts[block] + _BLOCK], dtype=np.float64)
+    return int(starts[block]) + min(
+        int(np.searchsorted(inside, point - before, side="right")), len(inside) - 1
+    )
 
 
-def _most_likely(probabilities: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+def _top_p(weights: Row, top_p: float) -> npt.NDArray[np.int64]:
+    """Indexes of the smallest set of most likely tokens that holds ``top_p`` of the weight."""
+    wanted = top_p * float(weights.sum(dtype=np.float64))
+    order = _most_likely(weights, _SORT_FIRST)
+    reached = np.cumsum(weights[order], dtype=np.float64)
+    if reached[-1] < wanted and len(order) < len(weights):
+        order = _most_likely(weights, len(weights))
+        reached = np.cumsum(weights[order], dtype=np.float64)
+    return order[: int(np.searchsorted(reached, wanted, side="left")) + 1]
+
+
+def _most_likely(probabilities: Row, count: int) -> npt.NDArray[np.int64]:
     """Indexes of the ``count`` largest, largest first; equal ones by index."""
     if count >= len(probabilities):
         return np.argsort(-probabilities, kind="stable")
