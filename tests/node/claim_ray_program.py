@@ -28,7 +28,7 @@ MEBIBYTE = 1024 * 1024
 
 
 def the_plan() -> TopologyPlan:
-    """Three raylets of two blocks of two cores, alternating as on inf2.48xlarge; all on this machine's node."""
+    """Three raylets of two blocks of two cores, alternating as on inf2.48xlarge; all on node 0."""
     count = RAYLETS * BLOCKS_PER_RAYLET
     blocks = tuple(
         Block(index=i, cores=(2 * i, 2 * i + 1), devices=(i,), numa_nodes=(0,)) for i in range(count)
