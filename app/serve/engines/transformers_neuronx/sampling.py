@@ -41,8 +41,8 @@ def sample(row: Row, sampling: Sampling, generator: np.random.Generator) -> int:
         return best
     candidates = _top_k(row, sampling.top_k)
     logits = row if candidates is None else row[candidates]
-    # Against the largest logit first, so that a tiny temperature does not overflow; in one array, since giving
-    # memory back to the system and taking it again would cost more than the arithmetic.
+    # Against the largest logit first, so that a tiny temperature does not overflow. In one array: to give
+    # memory back to the system and take it again would cost more than the arithmetic.
     weights = logits - row[best]
     with np.errstate(over="ignore"):
         weights /= np.float32(max(sampling.temperature, _LEAST_TEMPERATURE))
