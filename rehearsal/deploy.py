@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from app.operate.target import Target
 from rehearsal.home import REPOSITORY, Home, read_events
 from rehearsal.interfaces import RehearsalError
+from rehearsal.tls import ensure_tls
 
 Say = Callable[[str], None]
 
@@ -89,6 +93,43 @@ class Cdk:
             "CDK_DISABLE_CLI_TELEMETRY": "true",
             "NO_COLOR": "1",
         }
+
+
+def ensure_bundle(profile: str, say: Say) -> None:
+    """Build the bundle of ``profile`` unless it is there (`make setup` builds the common ones).
+
+    Raises:
+        RehearsalError: it could not be built; the message has the reason.
+    """
+    say(f"bundle of engine profile {profile}")
+    done = subprocess.run(
+        [sys.executable, "scripts/build_bundle.py", "--profile", profile, "--out", "dist"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise RehearsalError(
+            f"the host bundle of {profile} could not be built: {(lines or ['no output'])[-1]}"
+        )
+
+
+def import_certificate(home: Home, state: dict[str, Any]) -> str:
+    """Put the load balancer's certificate (of the rehearsal's own authority) into ACM; its ARN.
+
+    Importing it again gives the same ARN, so a second deploy changes nothing.
+    """
+    acm = Target(region=state["region"], endpoint_url=state["api_endpoint"]).client("acm")
+    known = acm.list_certificates()["CertificateSummaryList"]
+    if known:
+        return str(known[0]["CertificateArn"])
+    both = ensure_tls(home.path / "tls", state["region"]).server.read_text()
+    blocks = [block + "\n" for block in re.findall(r"-----BEGIN .+?-----END [A-Z ]+-----", both, re.DOTALL)]
+    certificate = next(block for block in blocks if "CERTIFICATE" in block)
+    key = next(block for block in blocks if "KEY" in block)
+    return str(acm.import_certificate(Certificate=certificate, PrivateKey=key)["CertificateArn"])
 
 
 def _reason(log: Path) -> str:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rehearsal.api.public_images import BAKED_IMAGE_ID
 from rehearsal.image import RootImage, Variant, ensure_image, find_image
 from rehearsal.interfaces import Platform
 from rehearsal.loadbalancer import HaProxyLoadBalancer
 from rehearsal.machines import NspawnMachines
 from rehearsal.network import METADATA_ADDRESS, BridgeNetwork
 from rehearsal.tls import Tls, ensure_tls
-
-BAKED_IMAGE_ID = "ami-0b0b0b0b0b0b0b0b0"
-"""The rehearsal's image with numactl baked in (``ami/neuronfleet-host.yml``)."""
 
 
 def build(home: Path, *, api_port: int | None = None, region: str = "us-east-1") -> Platform:

@@ -42,7 +42,10 @@ def phases(host: Host) -> dict[str, float]:
             max((float(unit["active"]) for unit in raylets), default=None),
         ),
         "artifact": (at("fetch", "started"), at("fetch", "ended")),
-        "model load": (at("serve", "started"), at("ready", "active") or at("ready", "ended")),
+        "model load": (
+            max((float(unit["active"]) for unit in raylets), default=None) if host.replicas else None,
+            at("ready", "ended") or at("ready", "active"),
+        ),
     }
     return {
         name: end - begin for name, (begin, end) in spans.items() if begin is not None and end is not None

@@ -8,6 +8,7 @@ import sys
 import time
 
 from rich.console import Console
+from rich.table import Table
 
 from app.operate.status import read_status
 from app.operate.target import OperateError, find_target
@@ -15,10 +16,11 @@ from infra.settings import SettingsError, load_settings
 from rehearsal import timeline
 from rehearsal.answer import Answer, ask
 from rehearsal.artifact import prepare_artifact, publish_artifact
-from rehearsal.deploy import Cdk
+from rehearsal.deploy import Cdk, ensure_bundle, import_certificate
 from rehearsal.home import Home, default_home, start_daemon
 from rehearsal.image import ensure_image
 from rehearsal.interfaces import RehearsalError
+from rehearsal.platform import image_variant
 from rehearsal.steps import Steps
 
 
@@ -63,10 +65,12 @@ def up(environment: str, context: dict[str, str], steps: Steps) -> Answer:
     with steps.step("AWS API, metadata service and network"):
         state = start_daemon(home, progress=steps.say)
     with steps.step("Root image"):
-        ensure_image(home.path, steps.say)
+        ensure_image(home.path, steps.say, image_variant(settings.fleet.image))
     with steps.step("Model artifact"):
         artifact = prepare_artifact(settings, steps.say)
     cdk = Cdk(home, state, environment)
+    with steps.step("Host bundle"):
+        ensure_bundle(settings.engine.profile, steps.say)
     with steps.step("cdk synth"):
         cdk.synth(steps.say, context)
     with steps.step("cdk bootstrap"):
@@ -77,7 +81,10 @@ def up(environment: str, context: dict[str, str], steps: Steps) -> Answer:
         publish_artifact(artifact, environment, state, steps.say)
     deploy_started = time.time()
     with steps.step("cdk deploy: network, fleet, load balancer"):
-        cdk.deploy(f"neuronfleet-{environment}", steps.say, {"ArtifactDigest": artifact.digest})
+        parameters = {"ArtifactDigest": artifact.digest}
+        if settings.edge.https and settings.edge.certificate_arn is None:
+            parameters["CertificateArn"] = import_certificate(home, state)
+        cdk.deploy(f"neuronfleet-{environment}", steps.say, parameters)
     return _show_answer(environment, steps, timeline.Clock(started, deploy_started, time.time()))
 
 
@@ -104,12 +111,13 @@ def _show_answer(environment: str, steps: Steps, clock: timeline.Clock) -> Answe
         f"\n[bold cyan]{status.url}[/bold cyan]  OpenAI-compatible: base_url={status.url}/v1\n",
         highlight=False,
     )
-    for command, what in (
-        (f".venv/bin/neuronfleet status --env {environment}", "stacks, hosts, raylets, replicas"),
-        (f".venv/bin/neuronfleet logs {host} --env {environment}", "a host's log"),
-        ("make down", "remove everything"),
-    ):
-        console.print(f"  [bold]{command:58}[/bold] [dim]{what}[/dim]", highlight=False)
+    commands = Table.grid(padding=(0, 2))
+    commands.add_row(f"[bold].venv/bin/neuronfleet status --env {environment}[/bold]", "[dim]all of it[/dim]")
+    commands.add_row(
+        f"[bold].venv/bin/neuronfleet logs {host} --env {environment}[/bold]", "[dim]a host's log[/dim]"
+    )
+    commands.add_row("[bold]make down[/bold]", "[dim]remove everything[/dim]")
+    console.print(commands)
     return answer
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rehearsal.api import autoscaling, instances, loadbalancing, run_command, stacks, storage
+from rehearsal.api import autoscaling, instances, loadbalancing, run_command, stacks, storage, termination
 from rehearsal.api.patches import Patch, Patches
 from rehearsal.api.world import World
 
@@ -16,6 +16,7 @@ def every_patch(world: World) -> list[Patch]:
         *loadbalancing.patches(world),
         *run_command.patches(world),
         *storage.patches(world),
+        *termination.patches(),
     ]
 
 

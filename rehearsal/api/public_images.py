@@ -1,7 +1,8 @@
 """Public AMIs and the public SSM parameters that name them.
 
 PutParameter refuses names under ``/aws/``, so they are put into moto's backend in process. All point at the
-one stock image of the rehearsal: a root that holds what the Neuron DLAMI holds.
+rehearsal's stock image: a root that holds what the Neuron DLAMI holds. NeuronFleet's own image, with numactl
+baked in, has an id of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from rehearsal.api.world import World
 
 STOCK_IMAGE_ID = "ami-0e0e0e0e0e0e0e0e0"
+BAKED_IMAGE_ID = "ami-0b0b0b0b0b0b0b0b0"
 AMAZON = "137112412989"
 
 _NEURON = "/aws/service/neuron/dlami"
@@ -44,24 +46,20 @@ DLAMI_PREFIXES = tuple(
 
 
 def publish(world: World, image_id: str = STOCK_IMAGE_ID) -> None:
-    """Register ``image_id`` as a public AMI and let every DLAMI parameter name it."""
-    from moto.ec2.models.amis import Ami
+    """Register ``image_id`` as a public AMI that every DLAMI parameter names, and the baked image."""
     from moto.ssm.models import Parameter
 
-    ec2 = world.backend("ec2")
-    ec2.amis[image_id] = Ami(
-        ec2,
+    _register(
+        world,
         image_id,
-        name="neuronfleet-rehearsal-stock (emulates the Neuron Deep Learning AMI)",
-        description="Rehearsal root: holds what the Neuron DLAMI holds",
-        owner_id=AMAZON,
-        owner_alias="amazon",
-        public=True,
-        virtualization_type="hvm",
-        architecture="x86_64",
-        root_device_type="ebs",
-        root_device_name="/dev/sda1",
-        hypervisor="xen",
+        "neuronfleet-rehearsal-stock (emulates the Neuron Deep Learning AMI)",
+        "Rehearsal root: holds what the Neuron DLAMI holds",
+    )
+    _register(
+        world,
+        BAKED_IMAGE_ID,
+        "neuronfleet-rehearsal-baked (emulates an image built from ami/)",
+        "Rehearsal root: what the Neuron DLAMI holds and what ami/ adds",
     )
     parameters = world.backend("ssm")._parameters
     for prefix in DLAMI_PREFIXES:
@@ -80,3 +78,23 @@ def publish(world: World, image_id: str = STOCK_IMAGE_ID) -> None:
                 data_type="aws:ec2:image",
             )
         ]
+
+
+def _register(world: World, image_id: str, name: str, description: str) -> None:
+    from moto.ec2.models.amis import Ami
+
+    ec2 = world.backend("ec2")
+    ec2.amis[image_id] = Ami(
+        ec2,
+        image_id,
+        name=name,
+        description=description,
+        owner_id=AMAZON,
+        owner_alias="amazon",
+        public=True,
+        virtualization_type="hvm",
+        architecture="x86_64",
+        root_device_type="ebs",
+        root_device_name="/dev/sda1",
+        hypervisor="xen",
+    )

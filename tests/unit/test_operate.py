@@ -159,6 +159,7 @@ def test_phases_come_from_unit_times() -> None:
 
     host = _host(
         launched="2026-12-01T12:00:00+00:00",
+        replicas=[{"block": 0}],
         units=[
             unit("configure", 1796126410, 1796126411, 1796126411),
             unit("fetch", 1796126411, 1796126414, 1796126413),
@@ -167,4 +168,4 @@ def test_phases_come_from_unit_times() -> None:
             unit("ready", 1796126421, 1796126461, 1796126461),
         ],
     )
-    assert phases(host) == {"boot": 10.0, "cluster": 8.0, "artifact": 2.0, "model load": 40.0}
+    assert phases(host) == {"boot": 10.0, "cluster": 8.0, "artifact": 2.0, "model load": 41.0}
