@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from app.node.topology.draw import draw
-from app.node.topology.host import read_host, read_neuron_ls_file
+from app.node.topology.host import host_of_output, read_host, read_neuron_ls_file
 from app.node.topology.live import replica_bindings
 from app.node.topology.model import (
     TOPOLOGY_PATH,
@@ -101,7 +101,7 @@ def _host_and_plan(
                 [Problem(kind="degree", message="--neuron-ls needs --tp-degree: the cores of one replica")]
             )
         try:
-            host = read_neuron_ls_file(Path("/dev/stdin") if str(file) == "-" else file)
+            host = host_of_output(sys.stdin.read()) if str(file) == "-" else read_neuron_ls_file(file)
         except OSError as error:
             reason = error.strerror or str(error)
             raise TopologyError(

@@ -66,12 +66,18 @@ def read_host(
 def read_neuron_ls_file(path: Path) -> HostTopology:
     """The host that a saved ``neuron-ls -j`` describes, reading nothing of this one.
 
-    NUMA nodes and their CPUs are those that the devices name; memory and /dev/shm stay unknown.
-
     Raises:
         OSError: the file cannot be read.
     """
-    reading = parse_neuron_ls(path.read_text(errors="replace"))
+    return host_of_output(path.read_text(errors="replace"))
+
+
+def host_of_output(text: str) -> HostTopology:
+    """The host that the output of ``neuron-ls -j`` describes.
+
+    NUMA nodes and their CPUs are those that the devices name; memory and /dev/shm stay unknown.
+    """
+    reading = parse_neuron_ls(text)
     cpus: dict[int, set[int]] = {}
     for device in reading.devices:
         if device.numa_node is not None:
