@@ -49,7 +49,9 @@ def test_every_shipped_environment_is_valid_with_and_without_its_rehearsal_table
     assert environment_names() == ["blueprint", "dev", "prod"]
     for name in environment_names():
         assert load_settings(name).environment == name
-        assert load_settings(name, {"rehearsal": "true"}).fleet.image == "ami-0e0e0e0e0e0e0e0e0"
+        # prod runs NeuronFleet's own image, the others the vendor's: so do their rehearsals.
+        image = "ami-0b0b0b0b0b0b0b0b0" if name == "prod" else "ami-0e0e0e0e0e0e0e0e0"
+        assert load_settings(name, {"rehearsal": "true"}).fleet.image == image
 
 
 def test_an_unknown_environment_lists_those_that_exist() -> None:
