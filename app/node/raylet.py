@@ -255,13 +255,18 @@ def shown_command(arguments: Sequence[str]) -> str:
 
 
 def _wait_for_gcs(address: str) -> str:
-    """Until the GCS accepts connections: a worker that comes earlier would end, a head is not up before."""
+    """Until the GCS accepts connections: a worker that comes earlier would end, a head is not up before.
+
+    A head that ends while it is waited for must not be waited for longer (systemd would), nor be called a
+    failed start, which would fail the units after it at its first try: it is started again, as often as its
+    limit says.
+    """
     if address == HEAD_ADDRESS:  # for bash to take apart: $$ and %% are systemd's way to write $ and %
-        target = "$${HEAD_ADDRESS%%:*}/$${HEAD_ADDRESS##*:}"
+        target, still_wanted = "$${HEAD_ADDRESS%%:*}/$${HEAD_ADDRESS##*:}", "true"
     else:
-        target = address.replace(":", "/")
-    script = f"until (exec 3<>/dev/tcp/{target}) 2>/dev/null; do sleep 0.2; done"
-    return f"/usr/bin/timeout 150 /bin/bash -c '{script}'"
+        target, still_wanted = address.replace(":", "/"), "kill -0 $$MAINPID"
+    script = f"until (exec 3<>/dev/tcp/{target}); do {still_wanted} || exit 0; sleep 0.2; done"
+    return f"/usr/bin/timeout 150 /bin/bash -c 'exec 2>/dev/null; {script}'"
 
 
 def _environment_line(name: str, value: str) -> str:

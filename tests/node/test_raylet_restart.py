@@ -48,6 +48,9 @@ def end(*_):
     sys.exit(1)
 signal.signal(signal.SIGTERM, end)
 if head:
+    if os.path.exists("/run/broken"):
+        log("broken")
+        sys.exit(1)
     if workers():
         log("refused")
         sys.exit(1)
@@ -91,6 +94,12 @@ systemctl stop neuronfleet.target
 for _ in $(seq 300); do [ "$(states)" = "inactive inactive inactive inactive" ] && break; sleep 0.1; done
 note stopped
 systemctl list-units --failed --plain --no-legend 'neuronfleet*' >>/result/failed
+touch /run/broken
+systemctl reset-failed
+begin=$(date +%s%N)
+systemctl start --no-block neuronfleet-ray-head
+for _ in $(seq 900); do [ -e /result/handled ] && break; sleep 0.1; done
+echo $((($(date +%s%N) - begin) / 1000000)) >/result/milliseconds
 journalctl --no-pager -n 400 >/result/journal 2>&1
 touch /result/done
 systemctl poweroff --force
@@ -132,6 +141,10 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     wants = " ".join(units)
     write(files / "etc/systemd/system/neuronfleet.target", f"[Unit]\nWants={wants}\n")
     write(
+        files / "etc/systemd/system/neuronfleet-failed@.service",
+        "[Service]\nType=oneshot\nExecStart=/bin/sh -c 'echo %i >>/result/handled'\n",
+    )
+    write(
         files / "etc/systemd/system/scenario.service",
         "[Unit]\nRequires=basic.target\nAfter=basic.target\n[Service]\nExecStart=/scenario\n",
     )
@@ -164,6 +177,8 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "events": events,
         "failed": (result / "failed").read_text(),
         "journal": (result / "journal").read_text(),
+        "handled": (result / "handled").read_text().split() if (result / "handled").exists() else [],
+        "milliseconds": int((result / "milliseconds").read_text()),
     }
 
 
@@ -202,3 +217,11 @@ def test_a_head_never_meets_a_worker_of_its_old_cluster(scenario: dict[str, Any]
 def test_a_stop_is_clean(scenario: dict[str, Any]) -> None:
     assert scenario["notes"]["stopped"][1] == ["inactive"] * 4
     assert scenario["failed"].strip() == ""
+
+
+def test_a_head_that_cannot_start_is_tried_again_and_then_reported(scenario: dict[str, Any]) -> None:
+    """The scenario has started it before, so fewer than StartLimitBurst tries are left."""
+    assert "neuronfleet-ray-head.service" in scenario["handled"]
+    tries = [event for event, _, _ in scenario["events"]].count("broken")
+    assert 2 <= tries <= 4
+    assert scenario["milliseconds"] < 30_000  # RestartSec between tries; no wait for a port that never opens
