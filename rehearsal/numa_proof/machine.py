@@ -15,7 +15,7 @@ from rehearsal.numa_proof.initramfs import python_files, with_libraries, write_i
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CACHE = REPOSITORY / ".cache" / "numa-proof"
-KERNEL_PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64")
+KERNEL_PACKAGES = ("linux-image-cloud-amd64", "linux-image-amd64", "linux-image-virtual")
 PROGRAMS = {"qemu-system-x86_64": "qemu-system-x86", "numactl": "numactl", "busybox": "busybox-static"}
 BOOT_TIMEOUT_S = 300.0
 
@@ -106,6 +106,8 @@ def kernel() -> Path:
         unpacked = CACHE / "kernel.part"
         shutil.rmtree(unpacked, ignore_errors=True)
         subprocess.run(["dpkg-deb", "-x", str(archives[0]), str(unpacked)], check=True)
+        for unused in ("lib", "usr"):  # modules and documents: the guest needs none
+            shutil.rmtree(unpacked / unused, ignore_errors=True)
         shutil.rmtree(CACHE / "kernel", ignore_errors=True)
         unpacked.rename(CACHE / "kernel")
         shutil.rmtree(folder)
