@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+import httpx
 import openai
 
 QUESTION = "What is the capital of France?"
@@ -24,16 +27,27 @@ class Answer:
         return self.chunk_times_s[0] if self.chunk_times_s else float("nan")
 
 
-def ask(url: str, *, question: str = QUESTION, show: Callable[[str], None], max_tokens: int = 48) -> Answer:
+def ask(
+    url: str,
+    *,
+    question: str = QUESTION,
+    show: Callable[[str], None],
+    max_tokens: int = 48,
+    authority: Path | None = None,
+) -> Answer:
     """Stream a chat completion from ``url`` (no path) with the ``openai`` package.
 
     Args:
         show: called with each piece of text as it arrives.
+        authority: certificate (PEM) that an ``https`` endpoint is trusted by; None: the system's.
 
     Raises:
         openai.OpenAIError: the endpoint refused or the stream broke.
     """
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120.0, max_retries=0)
+    http = httpx.Client(verify=ssl.create_default_context(cafile=authority) if authority else True)
+    client = openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", timeout=120.0, max_retries=0, http_client=http
+    )
     model = client.models.list().data[0].id
     started = time.monotonic()
     pieces: list[str] = []

@@ -90,11 +90,14 @@ def up(environment: str, context: dict[str, str], steps: Steps) -> Answer:
 
 def _show_answer(environment: str, steps: Steps, clock: timeline.Clock) -> Answer:
     console = steps.console
+    authority = default_home() / "tls/authority.pem"
     status = read_status(find_target(), environment)
     console.print(f"\n[bold]> {timeline.QUESTION}[/bold]")
     try:
         answer = ask(
-            status.url, show=lambda piece: console.print(piece, end="", highlight=False, markup=False)
+            status.url,
+            show=lambda piece: console.print(piece, end="", highlight=False, markup=False),
+            authority=authority,
         )
     except Exception as error:
         raise RehearsalError(
@@ -111,6 +114,8 @@ def _show_answer(environment: str, steps: Steps, clock: timeline.Clock) -> Answe
         f"\n[bold cyan]{status.url}[/bold cyan]  OpenAI-compatible: base_url={status.url}/v1\n",
         highlight=False,
     )
+    if status.url.startswith("https:"):
+        console.print(f"[dim]its certificate is of the rehearsal's own authority: {authority}[/dim]\n")
     commands = Table.grid(padding=(0, 2))
     commands.add_row(f"[bold].venv/bin/neuronfleet status --env {environment}[/bold]", "[dim]all of it[/dim]")
     commands.add_row(
