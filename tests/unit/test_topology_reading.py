@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from app.node.topology import read_host
+from app.node.topology import TopologyError, plan_topology, read_host
+from app.node.topology.host import host_of_output
 from app.node.topology.idlist import format_idlist, parse_idlist
 from app.node.topology.neuron_ls import normal_bdf, parse_neuron_ls
 from tests.unit.topology_trees import (
@@ -117,6 +120,8 @@ def test_a_numa_node_that_is_no_number_is_left_out_and_said(value: Any) -> None:
         ('[{"neuron_device": -1, "nc_count": 2}]', "neuron_device"),
         ('[{"neuron_device": 0}]', "nc_count"),
         ('[{"neuron_device": 0, "nc_count": 0}]', "nc_count"),
+        ('[{"neuron_device": 0, "nc_count": 1000000000}]', "nc_count"),
+        ('[{"neuron_device": 99999999, "nc_count": 2}]', "neuron_device"),
         ('[{"neuron_device": 0, "neuroncore_ids": ["a", 1]}]', "neuroncore_ids"),
         ('[{"neuron_device": 0, "neuroncore_ids": [1, 1]}]', "twice"),
         (
@@ -304,3 +309,51 @@ def test_id_lists_that_are_none_are_refused(text: str) -> None:
 )
 def test_pci_addresses_get_their_domain(text: Any, normal: str | None) -> None:
     assert normal_bdf(text) == normal
+
+
+KEYS = [
+    "bdf",
+    "cpu_affinity",
+    "numa_node",
+    "connected_to",
+    "memory_size",
+    "neuroncore_ids",
+    "neuron_processes",
+    "instance_type",
+]
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["0-3", "1"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["pid", "command"]), inner),
+    max_leaves=5,
+)
+device_like = st.fixed_dictionaries(
+    {
+        "neuron_device": st.integers(0, 12) | json_values,
+        "nc_count": st.integers(1, 4) | json_values,
+    },
+    optional=dict.fromkeys(KEYS, json_values),
+)
+
+
+@given(listed=st.lists(device_like | json_values, max_size=6), degree=st.integers(-1, 9))
+@settings(max_examples=300, deadline=None)
+def test_no_output_ends_in_anything_but_a_plan_or_reasons(listed: list[Any], degree: int) -> None:
+    host = host_of_output(json.dumps(listed))
+    for allow_degraded in (False, True):
+        try:
+            plan = plan_topology(host, degree, allow_degraded=allow_degraded)
+        except TopologyError as error:
+            assert error.problems and all(problem.message for problem in error.problems)
+        else:
+            cores = [core for block in plan.blocks for core in block.cores]
+            assert len(set(cores)) == len(cores) and not set(cores) & set(plan.idle_cores)
+
+
+@given(text=st.text(max_size=60))
+def test_no_text_ends_in_an_exception(text: str) -> None:
+    assert host_of_output(text).problems

@@ -20,6 +20,9 @@ from app.node.topology.model import Device, DeviceProcess, Problem, ProblemKind
 
 NEURON_LS = "/opt/aws/neuron/bin/neuron-ls"
 TIMEOUT_S = 20.0
+MAX_DEVICES = 256
+MAX_CORES_PER_DEVICE = 128
+"""More than any host or device has (inf2.48xlarge: 12, Trainium2: 8): beyond it the output is garbage."""
 
 _BDF = re.compile(r"(?:(?P<domain>[0-9a-f]{4,8}):)?(?P<rest>[0-9a-f]{2}:[0-9a-f]{2}\.[0-7])", re.IGNORECASE)
 
@@ -100,7 +103,7 @@ def _device(entry: Any, position: int, next_core: int, reading: NeuronLsReading)
         reading.problem("neuron-ls-output", f"{where}: {str(entry)[:40]!r} where a device was expected")
         return None
     index = _integer(entry.get("neuron_device"))
-    if index is None or index < 0:
+    if index is None or not 0 <= index < MAX_DEVICES:
         reading.problem(
             "neuron-ls-output",
             f"{where}: neuron_device is {entry.get('neuron_device')!r}, not a device index",
@@ -150,10 +153,11 @@ def _cores(
             reading.problem("duplicate-core", f"{where}: neuroncore_ids names a core twice: {ids!r}")
             return None
         return tuple(sorted(cores))
-    if count is None or count < 1:
+    if count is None or not 1 <= count <= MAX_CORES_PER_DEVICE:
         reading.problem(
             "neuron-ls-output",
-            f"{where}: neither neuroncore_ids nor a positive nc_count (it is {entry.get('nc_count')!r})",
+            f"{where}: neither neuroncore_ids nor an nc_count of 1 to {MAX_CORES_PER_DEVICE} "
+            f"(it is {str(entry.get('nc_count'))[:20]!r})",
         )
         return None
     first = max(next_core, index * count)
@@ -196,7 +200,7 @@ def normal_bdf(value: Any) -> str | None:
 
 def _integer(value: Any) -> int | None:
     """An integer written as a number or a string; None for anything else (also for true and 1.5)."""
-    if isinstance(value, bool) or not isinstance(value, int | str):
+    if isinstance(value, bool) or not isinstance(value, int | str) or len(str(value)) > 20:
         return None
     try:
         return int(value)
