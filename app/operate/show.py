@@ -33,13 +33,15 @@ def ranges(numbers: list[int]) -> str:
     return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
 
 
-def _binding(item: dict[str, Any]) -> Text:
-    planned, live = item.get("numa_nodes"), item.get("live", {})
-    text = Text(f"nodes {ranges(planned)}" if planned else "unbound")
+def _placed(name: str, item: dict[str, Any]) -> Text:
+    """One line: name, cores, NUMA nodes, and whether it really sits there."""
+    nodes, live = item.get("numa_nodes"), item.get("live", {})
+    text = Text(f"{name} cores {ranges(item['cores']) or '-'} ")
+    text.append(f"nodes {ranges(nodes)} " if nodes else "unbound ", style="dim")
     if live.get("ok") is False:
-        text.append(f"  {live.get('reason', 'not where the plan says')}", style="bold red")
+        text.append(live.get("reason") or "not where the plan says", style="bold red")
     elif live.get("ok"):
-        text.append("  as planned", style="green")
+        text.append("✓", style="green")
     return text
 
 
@@ -47,19 +49,13 @@ def _host_rows(table: Table, host: Host) -> None:
     health = _colored(host.target_health)
     if host.target_reason:
         health.append(f"\n{host.target_reason}", style="dim")
-    name = Text(host.instance_id)
-    name.append(f"\n{host.private_ip}", style="dim")
-    raylets = Text("\n").join(
-        Text(f"{item['name']} cores {ranges(item['cores']) or '-'} ").append_text(_binding(item))
-        for item in host.raylets
-    )
-    replicas = Text("\n").join(
-        Text(f"block {item['block']} cores {ranges(item['cores'])} ").append_text(_binding(item))
-        for item in host.replicas
-    )
+    name = Text.assemble(host.instance_id, (f"\n{host.private_ip}", "dim"))
+    name.append(f"\n{host.role}, {host.instance_type}", style="dim")
+    raylets = Text("\n").join(_placed(item["name"], item) for item in host.raylets)
+    replicas = Text("\n").join(_placed(f"block {item['block']}", item) for item in host.replicas)
     if host.error:
         raylets = Text(host.error, style="yellow")
-    table.add_row(name, f"{host.role}\n{host.instance_type}", _colored(host.state), raylets, replicas, health)
+    table.add_row(name, _colored(host.state), raylets, replicas, health)
 
 
 def render(status: Status) -> Group:
@@ -72,7 +68,8 @@ def render(status: Status) -> Group:
         Text(f"{item['name']} ").append_text(_colored(item["status"])) for item in status.stacks
     )
     table = Table(expand=False, show_lines=True)
-    for column in ("host", "role", "state", "raylets", "replicas", "target"):
+    table.add_column("host", no_wrap=True)
+    for column in ("state", "raylets", "replicas", "target"):
         table.add_column(column)
     for host in status.hosts:
         _host_rows(table, host)

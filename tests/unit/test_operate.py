@@ -149,7 +149,12 @@ def test_status_shows_binding_and_what_is_wrong() -> None:
     console = Console(record=True, width=160)
     console.print(render(status))
     text = console.export_text()
-    for words in ("ray-head cores 0-1 nodes 0", "bound to node 1", "as planned", "sha256 differs"):
+    for words in (
+        "ray-head cores 0-1 nodes 0",
+        "bound to node 1",
+        "block 0 cores 0-1 nodes 0 ✓",
+        "sha256 differs",
+    ):
         assert words in text
 
 
