@@ -4,6 +4,10 @@ Ray's own defaults are random or clash when two raylets share a host, and a secu
 random port. So each component has a range of its own, indexed by the raylet's place in the topology plan; the
 numbers never depend on how many raylets there are. All lie below 32768, where Linux starts to take the local
 ports of outgoing connections, and outside 23000-23999, from which Ray's client server takes ports.
+
+One listener has no fixed port: each Serve replica has the kernel choose one for gRPC calls between
+deployments (no setting names it, ray 2.60.0). Nothing of ours uses it while RAY_SERVE_USE_GRPC_BY_DEFAULT is
+off, and no security group opens it.
 """
 
 from __future__ import annotations

@@ -16,8 +16,13 @@ from app.node.claim import CLAIM_VARIABLE, ClaimError, claim_block
 from app.node.topology import load_plan
 
 
+def say(line: str) -> None:
+    """One write, so that lines of several processes never mix."""
+    os.write(1, f"{line}\n".encode())
+
+
 def sleep_forever() -> None:
-    print("ready", flush=True)
+    say("ready")
     time.sleep(600)
 
 
@@ -26,14 +31,14 @@ def spawn_then_sleep(depth: int) -> None:
     if depth:
         process = multiprocessing.get_context("spawn").Process(target=spawn_then_sleep, args=(depth - 1,))
         process.start()
-        print(f"child {process.pid}", flush=True)
+        say(f"child {process.pid}")
     sleep_forever()
 
 
 def hold(folder: str, how: str) -> None:
     """Claim a block, start a child in the given way, print both pids, and wait to be killed."""
     claim = claim_block(Path(folder) / "topology.json", Path(folder) / "claims", raylet=0, timeout_s=5)
-    print(f"claimed {json.dumps(claim.cores)} {os.getpid()}", flush=True)
+    say(f"claimed {json.dumps(claim.cores)} {os.getpid()}")
     if how.endswith("-unmarked"):
         del os.environ[CLAIM_VARIABLE]
     kind = how.removesuffix("-unmarked")
@@ -41,22 +46,22 @@ def hold(folder: str, how: str) -> None:
         pid = os.fork()
         if not pid:
             sleep_forever()
-        print(f"child {pid}", flush=True)
+        say(f"child {pid}")
     elif kind == "spawn":
         process = multiprocessing.get_context("spawn").Process(target=sleep_forever)
         process.start()
-        print(f"child {process.pid}", flush=True)
+        say(f"child {process.pid}")
     elif kind == "spawn-twice":
         process = multiprocessing.get_context("spawn").Process(target=spawn_then_sleep, args=(1,))
         process.start()
-        print(f"child {process.pid}", flush=True)
+        say(f"child {process.pid}")
     elif kind == "subprocess":
         child = subprocess.Popen(
-            [sys.executable, "-c", "print('ready', flush=True); import time; time.sleep(600)"]
+            [sys.executable, "-c", "import os; os.write(1, b'ready\\n'); import time; time.sleep(600)"]
         )
-        print(f"child {child.pid}", flush=True)
+        say(f"child {child.pid}")
     else:
-        print("ready", flush=True)
+        say("ready")
     time.sleep(600)
 
 

@@ -86,6 +86,12 @@ def listening() -> set[tuple[str, int]]:
     return found
 
 
+def owner_of(port: int) -> str:
+    """The name of the process that listens on a port (Ray names its processes)."""
+    shown = subprocess.run(["ss", "-ltnpH", f"sport = :{port}"], capture_output=True, text=True, check=True)
+    return shown.stdout.partition('users:(("')[2].partition('"')[0]
+
+
 class Replica:
     """What the engine replica does first: claim, then start an engine process, which may outlive it."""
 
@@ -161,7 +167,7 @@ def main(folder: Path, claims: int, seed: int) -> dict[str, Any]:
                 killed[pid] = time.monotonic()
                 os.kill(pid, signal.SIGKILL)
         time.sleep(chance.uniform(0.05, 0.5))
-    ports = sorted(listening())
+    ports = sorted((address, port, owner_of(port)) for address, port in listening())
     serve.shutdown()
     ray.shutdown()
     stopped = []

@@ -56,16 +56,17 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def read_until_ready(process: subprocess.Popen[str], readies: int = 1) -> list[int]:
-    """The pids of the children that the program named, once it and they are ready."""
+def read_until_ready(process: subprocess.Popen[str], count: int = 1) -> list[int]:
+    """The pids of the program's children, once there are ``count`` and all are ready."""
     assert process.stdout is not None
-    children = []
-    while readies:
+    children: list[int] = []
+    ready = 0
+    while ready < max(count, 1) or len(children) < count:
         line = process.stdout.readline()
         assert line, "the program ended"
         if line.startswith("child "):
             children.append(int(line.split()[1]))
-        readies -= line.strip() == "ready"
+        ready += line.strip() == "ready"
     return children
 
 
@@ -150,7 +151,7 @@ def test_a_killed_owner_frees_its_block_only_when_its_children_are_gone(tmp_path
     """Unmarked: nothing but the inherited descriptor holds the block; it is the kernel that frees it."""
     make_plan(tmp_path, "inf2.8xlarge")
     owner = start("hold", str(tmp_path), how)
-    children = read_until_ready(owner, readies=2 if how == "spawn-twice" else 1)
+    children = read_until_ready(owner, {"nothing": 0, "spawn-twice": 2}.get(how, 1))
     with pytest.raises(ClaimError, match=f"held by process .*{owner.pid}"):
         claim(tmp_path)
     kill(owner.pid)
