@@ -216,9 +216,9 @@ def test_a_device_that_has_gone_is_refused(tmp_path: Path) -> None:
 
 def test_a_node_that_this_kernel_lacks_is_refused_and_frees_the_block(tmp_path: Path) -> None:
     plan = make_plan(tmp_path, "inf2.8xlarge")
-    block = plan.blocks[0].model_copy(update={"numa_nodes": (7,)})
+    block = plan.blocks[0].model_copy(update={"numa_nodes": (907,)})
     write_plan(plan.model_copy(update={"blocks": (block,)}), tmp_path / "topology.json")
-    with pytest.raises(ClaimError, match="NUMA node 7, which this kernel does not have"):
+    with pytest.raises(ClaimError, match="NUMA node 907, which this kernel does not have"):
         claim(tmp_path)
     assert claim_owner(tmp_path / "claims/cores.lock", block) is None
 
@@ -260,7 +260,7 @@ def test_live_binding_follows_numactl(tmp_path: Path) -> None:
         bound = live_binding(process.pid, (0,))
         assert bound["ok"] and bound["memory_policy"] == "bind:0" and bound["cpu_nodes"] == [0]
         assert "bound (bind:0), the plan binds nothing" in live_binding(process.pid, ())["reason"]
-        assert "which this kernel does not have" in live_binding(process.pid, (0, 6))["reason"]
+        assert "which this kernel does not have" in live_binding(process.pid, (0, 906))["reason"]
     finally:
         process.kill()
         process.wait()

@@ -80,7 +80,7 @@ def test_each_raylet_offers_its_own_share(run: dict[str, Any]) -> None:
 
 
 def test_nothing_listens_outside_the_port_plan(run: dict[str, Any]) -> None:
-    """But for one port of each Serve replica, for calls between deployments, which the kernel chooses: nothing
+    """But for one port of each Serve replica (calls between deployments), which the kernel chooses: nothing
     of ours calls it, and no security group opens it."""
     planned = set(ports.HEAD_PORTS).union(*(ports.raylet_ports(i).all_ports() for i in range(RAYLETS)))
     opened = {port for allowed in ports.cluster_ingress() for port in allowed.ports}

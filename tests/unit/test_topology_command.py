@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from app.node.topology import TOPOLOGY_PATH, commands
+from app.node.claim import claim_block
+from app.node.topology import TOPOLOGY_PATH, commands, plan_topology, write_plan
+from app.node.topology.host import host_of_output
+from app.node.topology.live import replica_bindings
 from tests.unit.topology_trees import emulated_output
 
 app = typer.Typer()
@@ -128,3 +132,21 @@ def test_eleven_devices_are_refused_unless_degraded(tmp_path: Path) -> None:
 def test_elsewhere_than_on_a_host_the_way_out_is_said() -> None:
     done = topology()
     assert done.exit_code == 1 and "--neuron-ls FILE --tp-degree N" in done.stderr
+
+
+def test_on_a_host_the_boots_plan_is_shown_with_who_holds_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = emulated_output(tmp_path, "inf2.24xlarge", numa_nodes=[901] * 3 + [902] * 3)
+    plan = plan_topology(host_of_output(text), 2)
+    write_plan(plan, tmp_path / "topology.json")
+    monkeypatch.setattr(commands, "TOPOLOGY_PATH", tmp_path / "topology.json")
+    monkeypatch.setattr(commands, "NEURON_LS", str(tmp_path / "nowhere"))
+    assert "No block is claimed now." in topology().stdout
+    with claim_block(tmp_path / "topology.json", tmp_path / "claims", 1, bind=False) as held:
+        monkeypatch.setattr(
+            commands, "replica_bindings", lambda plan: replica_bindings(plan, tmp_path / "claims")
+        )
+        shown = topology().stdout
+    assert f"block {held.block.index} (raylet 1): process {os.getpid()}" in shown
+    assert "which this kernel does not have" in shown.replace("\n", " ")
