@@ -147,6 +147,6 @@ def test_on_a_host_the_boots_plan_is_shown_with_who_holds_what(
         monkeypatch.setattr(
             commands, "replica_bindings", lambda plan: replica_bindings(plan, tmp_path / "claims")
         )
-        shown = topology().stdout
+        shown = " ".join(topology().stdout.split())
     assert f"block {held.block.index} (raylet 1): process {os.getpid()}" in shown
-    assert "which this kernel does not have" in shown.replace("\n", " ")
+    assert "which this kernel does not have" in shown
