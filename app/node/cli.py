@@ -132,19 +132,20 @@ def fetch() -> None:
     from app.node.fetch import FetchError, FetchSettings
     from app.node.fetch import fetch as run
     from app.node.host import ARTIFACTS_DIR
-    from app.node.match import mismatches
+    from app.node.match import host_facts, mismatches
+    from app.node.progress import PROGRESS_PATH
     from app.node.store import S3Reader, s3_client
 
     with _step("fetch", FetchError):
         config = _config()
-        settings = FetchSettings()
+        settings = FetchSettings(progress_path=PROGRESS_PATH)
         reader = S3Reader(s3_client(config.region, settings.workers), config.artifact.bucket)
         instance_type = os.environ.get("NEURONFLEET_INSTANCE_TYPE")
         run(
             reader,
             config.artifact.digest,
             ARTIFACTS_DIR,
-            check=lambda manifest: mismatches(manifest, config, instance_type),
+            check=lambda manifest: mismatches(manifest, config, instance_type, host_facts()),
             settings=settings,
         )
 

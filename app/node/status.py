@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from app.node.config import NODE_CONFIG_PATH, load_node_config
+from app.node.progress import read_progress
 from app.node.topology.live import live_binding, replica_bindings
 from app.node.topology.model import TOPOLOGY_PATH, TopologyPlan
 
@@ -84,7 +85,7 @@ def host_status(config_path: Path = NODE_CONFIG_PATH, topology_path: Path = TOPO
         "environment": config.environment,
         "model": config.engine.model,
         "profile": config.engine.profile,
-        "artifact": {"digest": config.artifact.digest},
+        "artifact": {"digest": config.artifact.digest} | read_progress(config.artifact.digest),
         "units": units,
         "raylets": [],
         "replicas": [],

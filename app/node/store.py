@@ -14,7 +14,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 from urllib3.exceptions import HTTPError
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 512 << 10
 _FINAL_CODES = {
     "NoSuchKey",
     "NoSuchBucket",
@@ -43,24 +43,37 @@ class BlobReader(Protocol):
     def size(self, key: str) -> int:
         """Size of the object in bytes."""
 
-    def stream(self, key: str, start: int) -> Iterator[bytes]:
-        """The object's bytes from offset ``start`` to its end, in chunks."""
+    def stream(self, key: str, start: int, length: int, total: int) -> Iterator[bytes]:
+        """``length`` bytes from offset ``start``, in chunks, of an object that must have ``total`` bytes.
+
+        An object of another size is refused before a byte of it is given.
+        """
 
 
-def s3_client(region: str, connections: int) -> Any:
-    """An S3 client with bounded waits; it retries requests, not the reading of answers."""
+def s3_client(
+    region: str, connections: int, *, endpoint_url: str | None = None, read_timeout_s: float = 30
+) -> Any:
+    """An S3 client with bounded waits; it retries requests, not the reading of answers.
+
+    Args:
+        region: the bucket's.
+        connections: how many requests run at once.
+        endpoint_url: another place than S3's own in the region (tests, benchmarks).
+        read_timeout_s: how long an answer may stand still before the read counts as broken.
+    """
+    addressing: Any = {"addressing_style": "path"} if endpoint_url else {}
     config = Config(
         region_name=region,
         max_pool_connections=connections,
         connect_timeout=5,
-        read_timeout=30,
+        read_timeout=read_timeout_s,
         retries={"mode": "standard", "max_attempts": 6},
         # botocore's default in us-east-1 is the global name, which a private subnet may not reach.
-        s3={"us_east_1_regional_endpoint": "regional"},
+        s3={"us_east_1_regional_endpoint": "regional"} | addressing,
         # Every blob is verified by its sha256; botocore need not hash it a second time.
         response_checksum_validation="when_required",
     )
-    return boto3.client("s3", config=config)
+    return boto3.client("s3", config=config, endpoint_url=endpoint_url)
 
 
 class S3Reader:
@@ -72,10 +85,17 @@ class S3Reader:
 
     def read(self, key: str, limit: int) -> bytes:
         """See ``BlobReader``."""
-        size = self.size(key)
-        if size > limit:
-            raise StoreRefusal(f"s3://{self._bucket}/{key} has {size:,} bytes; expected at most {limit:,}")
-        return b"".join(self.stream(key, 0))
+        try:
+            answer = self._client.get_object(Bucket=self._bucket, Key=key)
+            size = int(answer["ContentLength"])
+            if size > limit:
+                answer["Body"].close()
+                raise StoreRefusal(
+                    f"s3://{self._bucket}/{key} has {size:,} bytes; expected at most {limit:,}"
+                )
+            return bytes(answer["Body"].read())
+        except (ClientError, BotoCoreError, HTTPError, OSError) as error:
+            raise self._translated(key, error) from error
 
     def size(self, key: str) -> int:
         """See ``BlobReader``."""
@@ -84,14 +104,21 @@ class S3Reader:
         except (ClientError, BotoCoreError) as error:
             raise self._translated(key, error) from error
 
-    def stream(self, key: str, start: int) -> Iterator[bytes]:
+    def stream(self, key: str, start: int, length: int, total: int) -> Iterator[bytes]:
         """See ``BlobReader``."""
-        arguments = {"Range": f"bytes={start}-"} if start else {}
         try:
-            body = self._client.get_object(Bucket=self._bucket, Key=key, **arguments)["Body"]
+            answer = self._client.get_object(
+                Bucket=self._bucket, Key=key, Range=f"bytes={start}-{start + length - 1}"
+            )
+            body = answer["Body"]
             try:
+                described = str(answer.get("ContentRange") or answer["ContentLength"])
+                found = int(described.rpartition("/")[2])
+                if found != total:
+                    raise StoreRefusal(f"wanted {total:,} bytes, found {found:,} in the store ({key})")
                 yield from body.iter_chunks(CHUNK_BYTES)
             finally:
+                # A body that was not read to its end is worth less than a new connection.
                 body.close()
         except (ClientError, BotoCoreError, HTTPError, OSError) as error:
             raise self._translated(key, error) from error
@@ -107,6 +134,8 @@ class S3Reader:
             return StoreRefusal(f"{where} does not exist: was the artifact published whole to this bucket?")
         if code == "NoSuchBucket":
             return StoreRefusal(f"bucket {self._bucket} does not exist: is the store's stack deployed?")
+        if code == "InvalidRange":
+            return StoreRefusal(f"{where} is shorter than the manifest says: publish the artifact again")
         return StoreRefusal(
             f"{where} is refused ({code}): the instance's role needs s3:GetObject, and the object must exist"
         )

@@ -240,7 +240,7 @@ def steps(role: Role, raylet_units: list[str]) -> list[Step]:
                 description="fetch and verify the model artifact",
                 command="fetch",
                 after=(PREFLIGHT,),
-                writes=(str(STATE_DIR),),
+                writes=(str(STATE_DIR), str(RUN_DIR)),
             )
         )
     if role == "worker":

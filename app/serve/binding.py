@@ -1,4 +1,5 @@
-"""Where a replica runs: the block of cores that it claims on its host, and the CPUs that go with it."""
+"""Where a replica runs: the block of cores that it claims on its host, the CPUs that go with it, and the
+artifact that it holds there."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from app.node.topology.model import TOPOLOGY_PATH
+from app.serve.settings import ARTIFACTS, node_config_path
 
 TOPOLOGY_VARIABLE = "NEURONFLEET_TOPOLOGY"
 
@@ -52,3 +54,23 @@ def bind_replica(plan: Path | None = None) -> Binding:
         binding.block = claim.block
     binding.cpus = tuple(sorted(os.sched_getaffinity(0)))
     return binding
+
+
+def hold_artifact(model_dir: Path, artifacts: Path = ARTIFACTS) -> Any:
+    """Check the host's artifact once more against the node config, and keep it from being evicted as long as
+    this process lives. None where the model is not the host's artifact (``make serve``).
+
+    Raises:
+        app.node.match.MatchError: every reason why the artifact must not be loaded.
+    """
+    from app.node.config import load_node_config
+    from app.node.match import hold_for_engine, host_facts
+
+    config_path = node_config_path(os.environ)
+    if not config_path.exists():
+        return None
+    config = load_node_config(config_path)
+    folder = artifacts / config.artifact.digest
+    if not model_dir.is_relative_to(folder):
+        return None
+    return hold_for_engine(folder, config, os.environ.get("NEURONFLEET_INSTANCE_TYPE"), host_facts())

@@ -13,7 +13,7 @@ from typing import Any
 from ray import serve
 
 from app.serve.admission import Admission
-from app.serve.binding import bind_replica
+from app.serve.binding import bind_replica, hold_artifact
 from app.serve.engines.base import Engine, TextRequest, start_engine
 from app.serve.engines.vllm_engine import new_request_id
 from app.serve.front import Front
@@ -45,6 +45,7 @@ class EngineReplica:
         log = configure_logging(replica=replica)
         binding = bind_replica()
         settings = resolve_settings(self._overrides)
+        self._artifact = hold_artifact(settings.model_dir)
         shown = {"profile": settings.profile, "model": settings.model_name, **binding.describe()}
         log.info("starting engine", extra=shown)
         watch = TokenWatch()

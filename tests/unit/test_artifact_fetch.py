@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
 import logging
-import random
-import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +18,10 @@ import pytest
 from moto import mock_aws
 
 from app.compile.manifest import Manifest, blob_key, manifest_key
-from app.node import fetch as fetch_module
 from app.node.fetch import FetchError, FetchSettings, fetch, is_whole
+from app.node.progress import read_progress
 from app.node.store import S3Reader, StoreRefusal, StoreUnavailable, s3_client
-from tests.unit.faulty_store import QUICK, FaultyStore, make_artifact, make_big
+from tests.unit.faulty_store import QUICK, FaultyStore, make_artifact
 
 FILES = {"config.json": b"{}", "sub/a.bin": b"a" * 10_000, "sub/b.bin": b"b" * 7_777, "empty": b""}
 
@@ -46,8 +44,11 @@ def test_whole_artifact(artifact: tuple[Manifest, FaultyStore], tmp_path: Path) 
         "manifest.json": manifest.canonical_bytes()
     }
     assert is_whole(folder, manifest.digest())
-    left = [path.name for path in tmp_path.iterdir() if path != folder]
-    assert left == [f".fetch-{manifest.digest()}.lock"], "parts are gone, the lock may stay"
+    assert list((tmp_path / "parts").iterdir()) == [], "parts and journals are gone"
+    for file in manifest.files:
+        status = (folder / file.path).stat()
+        assert status.st_ino == (tmp_path / "blobs" / file.sha256).stat().st_ino, "linked, not copied"
+        assert status.st_mode & 0o777 == 0o444
 
 
 def test_a_second_fetch_reads_nothing(artifact: tuple[Manifest, FaultyStore], tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_two_files_with_the_same_bytes_are_read_once(tmp_path: Path) -> None:
     assert store.streams[blob_key(manifest.files[0].sha256)] == 1
 
 
-@pytest.mark.parametrize(("fault", "streams"), [("reset", 3), ("short", 3), ("late reset", 1)])
+@pytest.mark.parametrize(("fault", "streams"), [("reset", 5), ("short", 5), ("late reset", 3)])
 def test_a_broken_read_goes_on_where_it_stopped(
     artifact: tuple[Manifest, FaultyStore], tmp_path: Path, fault: str, streams: int
 ) -> None:
@@ -83,7 +84,7 @@ def test_a_store_that_never_answers_is_given_up(
 ) -> None:
     manifest, store = artifact
     key = key_of("sub/a.bin")
-    store.stream = lambda key, start: (_ for _ in ()).throw(StoreUnavailable("reset"))  # type: ignore[method-assign]
+    store.stream = lambda *_: (_ for _ in ()).throw(StoreUnavailable("reset"))  # type: ignore[method-assign]
     store.read = lambda key, limit: store.content[key]  # type: ignore[method-assign]
     with pytest.raises(FetchError, match=r"sub/a\.bin: no answer in 3 tries: reset"):
         fetch(store, manifest.digest(), tmp_path, settings=QUICK)
@@ -134,12 +135,38 @@ def test_a_damaged_part_of_an_earlier_run_is_fetched_anew(
     artifact: tuple[Manifest, FaultyStore], tmp_path: Path
 ) -> None:
     manifest, store = artifact
-    scratch = tmp_path / f".fetch-{manifest.digest()}"
-    scratch.mkdir()
-    sha256 = hashlib.sha256(FILES["sub/a.bin"]).hexdigest()
-    (scratch / f"{sha256}.part").write_bytes(b"z" * 4_000)
+    leave_parts(tmp_path, "sub/a.bin", b"z" * 4_000)
     folder = fetch(store, manifest.digest(), tmp_path, settings=QUICK)
     assert (folder / "sub/a.bin").read_bytes() == FILES["sub/a.bin"]
+
+
+def test_whole_parts_of_an_earlier_run_are_not_read_again(
+    artifact: tuple[Manifest, FaultyStore], tmp_path: Path
+) -> None:
+    manifest, store = artifact
+    leave_parts(tmp_path, "sub/a.bin", b"a" * 9_000)
+    fetch(store, manifest.digest(), tmp_path, settings=QUICK)
+    assert store.sent[key_of("sub/a.bin")] == 2_000, "its last part only"
+
+
+def test_parts_of_another_part_size_are_thrown_away(
+    artifact: tuple[Manifest, FaultyStore], tmp_path: Path
+) -> None:
+    manifest, store = artifact
+    leave_parts(tmp_path, "sub/a.bin", b"a" * 10_000)
+    folder = fetch(store, manifest.digest(), tmp_path, settings=replace(QUICK, part_bytes=3000))
+    assert (folder / "sub/a.bin").read_bytes() == FILES["sub/a.bin"]
+    assert store.sent[key_of("sub/a.bin")] == 10_000
+
+
+def leave_parts(root: Path, name: str, content: bytes) -> None:
+    """As a run leaves them that was killed after it had written ``content``; the last part is not whole."""
+    parts = root / "parts"
+    parts.mkdir(parents=True)
+    sha256 = hashlib.sha256(FILES[name]).hexdigest()
+    (parts / f"{sha256}.part").write_bytes(content)
+    marks = b"\x01" * (len(content) // QUICK.part_bytes)
+    (parts / f"{sha256}.parts").write_bytes(QUICK.part_bytes.to_bytes(8, "little") + marks)
 
 
 def test_an_incomplete_folder_under_the_final_name_is_replaced(
@@ -190,61 +217,18 @@ def test_no_space_is_found_before_a_blob_is_read(
     assert store.streams.total() == 1
 
 
-_SLOW_FETCH = """
-    import sys, time
-    from pathlib import Path
-    sys.path.insert(0, {repository!r})
-    from app.node.fetch import fetch
-    from tests.unit.faulty_store import QUICK, FaultyStore, make_big
-
-    class Slow(FaultyStore):
-        def stream(self, key, start):
-            for chunk in super().stream(key, start):
-                time.sleep(0.003)
-                yield chunk
-
-    manifest, content = make_big()
-    fetch(Slow(content), manifest.digest(), Path(sys.argv[1]), settings=QUICK)
-"""
-
-
-def test_killed_at_random_moments_it_ends_whole_and_reads_little_twice(tmp_path: Path) -> None:
-    repository = str(Path(__file__).resolve().parents[2])
-    script = textwrap.dedent(_SLOW_FETCH.format(repository=repository))
-    manifest, content = make_big()
-    scratch = tmp_path / f".fetch-{manifest.digest()}"
-    generator = random.Random(11)
-    kept = 0
-    for _ in range(6):
-        process = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)])
-        deadline = time.monotonic() + 60
-        # Killed only once it has gained something, or the kill would show nothing.
-        while process.poll() is None and _held(scratch) <= kept and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(generator.uniform(0, 0.05))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        if (tmp_path / manifest.digest()).exists():
-            kept = 720_000
-            break
-        assert _held(scratch) > kept
-        kept = _held(scratch)
-    store = FaultyStore(content)
-    folder = fetch(store, manifest.digest(), tmp_path, settings=QUICK)
-    for file in manifest.files:
-        assert hashlib.sha256((folder / file.path).read_bytes()).hexdigest() == file.sha256
-    blobs = sum(count for key, count in store.sent.items() if key.startswith("blobs/"))
-    assert blobs == 720_000 - kept, "only what no run had written was read again"
-
-
-def _held(scratch: Path) -> int:
-    """Bytes of blobs and parts; a file that is renamed meanwhile counts nowhere, and is counted next time."""
-    held = 0
-    with contextlib.suppress(FileNotFoundError):
-        for path in list(scratch.iterdir()):
-            with contextlib.suppress(FileNotFoundError):
-                held += path.stat().st_size if path.is_file() else 0
-    return held
+def test_killed_at_fifty_random_moments_it_ends_whole_and_reads_little_twice(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.killed_fetches", str(tmp_path), "50"],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = json.loads(done.stdout)
+    assert found["kills"] == 50 and found["whole"], found
+    assert 0 < found["most_read_again"] <= found["in_flight"], "no more than the parts that were in flight"
 
 
 def test_progress_is_told(
@@ -255,18 +239,48 @@ def test_progress_is_told(
 ) -> None:
     manifest, store = artifact
     stream = store.stream
+    path, told = tmp_path / "fetch.json", list[dict[str, Any]]()
 
-    def slow(key: str, start: int) -> Iterator[bytes]:
-        for chunk in stream(key, start):
+    def slow(key: str, start: int, length: int, total: int) -> Iterator[bytes]:
+        for chunk in stream(key, start, length, total):
             time.sleep(0.02)
+            told.append(read_progress(manifest.digest(), path))
             yield chunk
 
     monkeypatch.setattr(store, "stream", slow)
-    settings = FetchSettings(report_every_s=0.05, reserve_bytes=0)
-    with caplog.at_level(logging.INFO, logger=fetch_module.__name__):
+    settings = replace(QUICK, report_every_s=0.05, progress_path=path)
+    with caplog.at_level(logging.INFO, logger="app.node.progress"):
         fetch(store, manifest.digest(), tmp_path, settings=settings)
     lines = [record for record in caplog.records if record.message == "fetching"]
     assert lines and all(hasattr(record, "mb_per_s") for record in lines)
+    during = [item for item in told if item["state"] == "fetching" and item["rate_bytes_per_s"] > 0]
+    assert during and all(0 < item["bytes"] <= item["total_bytes"] == 17_779 for item in during)
+    at_end = read_progress(manifest.digest(), path)
+    assert (at_end["state"], at_end["bytes"]) == ("whole", 17_779)
+    assert read_progress("0" * 64, path) == {}, "of another artifact nothing is said"
+
+
+def test_progress_that_cannot_be_written_stops_no_fetch(
+    artifact: tuple[Manifest, FaultyStore], tmp_path: Path
+) -> None:
+    manifest, store = artifact
+    settings = replace(QUICK, progress_path=tmp_path / "no-folder/fetch.json")
+    assert is_whole(fetch(store, manifest.digest(), tmp_path, settings=settings), manifest.digest())
+
+
+def test_a_fetch_that_fails_says_so_in_its_progress(
+    artifact: tuple[Manifest, FaultyStore], tmp_path: Path
+) -> None:
+    manifest, store = artifact
+    del store.content[key_of("sub/a.bin")]
+    with pytest.raises(FetchError):
+        fetch(
+            store,
+            manifest.digest(),
+            tmp_path / "root",
+            settings=replace(QUICK, progress_path=tmp_path / "p.json"),
+        )
+    assert read_progress(manifest.digest(), tmp_path / "p.json")["state"] == "failed"
 
 
 @pytest.fixture
@@ -284,11 +298,8 @@ def test_s3_reader_on_the_real_client(s3: Any, tmp_path: Path) -> None:
     for key, data in content.items():
         s3.put_object(Bucket="artifacts", Key=key, Body=data)
     reader = S3Reader(s3_client("us-east-1", 4), "artifacts")
-    assert b"".join(reader.stream(key_of("sub/b.bin"), 7_770)) == b"b" * 7
-    scratch = tmp_path / f".fetch-{manifest.digest()}"
-    scratch.mkdir()
-    sha256 = hashlib.sha256(FILES["sub/a.bin"]).hexdigest()
-    (scratch / f"{sha256}.part").write_bytes(b"a" * 4_000)
+    assert b"".join(reader.stream(key_of("sub/b.bin"), 7_770, 7, 7_777)) == b"b" * 7
+    leave_parts(tmp_path, "sub/a.bin", b"a" * 4_000)
     folder = fetch(reader, manifest.digest(), tmp_path, settings=QUICK)
     assert (folder / "sub/a.bin").read_bytes() == FILES["sub/a.bin"]
 
@@ -302,6 +313,6 @@ def test_s3_reader_says_what_is_missing(s3: Any) -> None:
     with pytest.raises(StoreRefusal, match="does not exist: was the artifact published whole"):
         reader.size("blobs/sha256/none")
     with pytest.raises(StoreRefusal, match="does not exist"):
-        list(reader.stream("blobs/sha256/none", 0))
+        list(reader.stream("blobs/sha256/none", 0, 1, 1))
     with pytest.raises(StoreRefusal, match="is the store's stack deployed"):
-        list(S3Reader(s3_client("us-east-1", 4), "missing").stream("k", 0))
+        list(S3Reader(s3_client("us-east-1", 4), "missing").stream("k", 0, 1, 1))
