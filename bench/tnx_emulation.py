@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from app.serve.engines.transformers_neuronx.contract import ContractError, Geometry, bucket_for
-from app.serve.engines.transformers_neuronx.costs import Graph, StepCosts
 from app.serve.engines.transformers_neuronx.runner import DecodeEntry, Rows
+from app.serve.policy.costs import Graph, StepCosts
 
 _SCRAMBLE = np.uint64(0x9E3779B97F4A7C15)
 

@@ -28,10 +28,10 @@ from app.plan.performance import ReplicaModel, shipped_constants
 from app.plan.sharding import shard
 from app.serve.engines.transformers_neuronx.contract import Geometry
 from app.serve.engines.transformers_neuronx.core import EngineCore
-from app.serve.engines.transformers_neuronx.costs import StepCosts
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics
-from app.serve.engines.transformers_neuronx.policy import StallPolicy
 from app.serve.engines.transformers_neuronx.request import GenerationRequest, Sampling
+from app.serve.policy.costs import StepCosts
+from app.serve.policy.stall import StallPolicy
 from bench.tnx_emulation import EmulatedModel, LetterTokenizer, VirtualClock
 
 _VOCABULARY = 64

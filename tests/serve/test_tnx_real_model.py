@@ -19,17 +19,17 @@ from app.compile.embedded_model import ensure_embedded_model  # noqa: E402
 from app.serve.engines.base import RequestRefused, TextRequest  # noqa: E402
 from app.serve.engines.transformers_neuronx.contract import ContractError, Geometry  # noqa: E402
 from app.serve.engines.transformers_neuronx.core import EngineCore  # noqa: E402
-from app.serve.engines.transformers_neuronx.costs import StepCosts  # noqa: E402
 from app.serve.engines.transformers_neuronx.cpu_contract import CpuContract, load_cpu_contract  # noqa: E402
 from app.serve.engines.transformers_neuronx.engine import AsyncEngine  # noqa: E402
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics  # noqa: E402
-from app.serve.engines.transformers_neuronx.policy import StallPolicy  # noqa: E402
 from app.serve.engines.transformers_neuronx.request import GenerationRequest, Sampling  # noqa: E402
 from app.serve.engines.transformers_neuronx.runner import ContractRunner, warm_up  # noqa: E402
 from app.serve.engines.transformers_neuronx.start import (  # noqa: E402
     TnxSettings,
     start_transformers_neuronx,
 )
+from app.serve.policy.costs import StepCosts  # noqa: E402
+from app.serve.policy.stall import StallPolicy  # noqa: E402
 from app.serve.settings import ReplicaSettings  # noqa: E402
 
 GEOMETRY = Geometry(

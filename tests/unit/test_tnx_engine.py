@@ -15,10 +15,8 @@ import pytest
 
 from app.serve.engines.transformers_neuronx.contract import ContractError, Geometry
 from app.serve.engines.transformers_neuronx.core import EngineCore
-from app.serve.engines.transformers_neuronx.costs import StepCosts
 from app.serve.engines.transformers_neuronx.engine import AsyncEngine
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics
-from app.serve.engines.transformers_neuronx.policy import StallPolicy
 from app.serve.engines.transformers_neuronx.request import (
     EngineDeadError,
     GenerationRequest,
@@ -27,6 +25,8 @@ from app.serve.engines.transformers_neuronx.request import (
     Sampling,
 )
 from app.serve.engines.transformers_neuronx.runner import DecodeEntry, Rows, warm_up
+from app.serve.policy.costs import StepCosts
+from app.serve.policy.stall import StallPolicy
 from bench.tnx_emulation import EmulatedModel, LetterTokenizer, VirtualClock
 
 GEOMETRY = Geometry(2, (32, 64), (16, 48), 40, (8,))

@@ -18,11 +18,11 @@ import uvicorn
 from app.serve.engines.transformers_neuronx.api import OpenAIApp
 from app.serve.engines.transformers_neuronx.contract import Geometry
 from app.serve.engines.transformers_neuronx.core import EngineCore
-from app.serve.engines.transformers_neuronx.costs import StepCosts
 from app.serve.engines.transformers_neuronx.engine import AsyncEngine
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics
-from app.serve.engines.transformers_neuronx.policy import StallPolicy
 from app.serve.engines.transformers_neuronx.runner import DecodeEntry, Rows
+from app.serve.policy.costs import StepCosts
+from app.serve.policy.stall import StallPolicy
 from bench.tnx_emulation import EmulatedModel, VirtualClock
 
 GEOMETRY = Geometry(2, (64, 256), (32, 128), 128, (16,))

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from app.serve.engines.transformers_neuronx.contract import Geometry
 from app.serve.engines.transformers_neuronx.core import EngineCore
-from app.serve.engines.transformers_neuronx.costs import StepCosts
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics
-from app.serve.engines.transformers_neuronx.policy import StallPolicy
 from app.serve.engines.transformers_neuronx.request import GenerationRequest, Output, Sampling
 from app.serve.engines.transformers_neuronx.sampling import generator_for, sample
+from app.serve.policy.costs import StepCosts
+from app.serve.policy.stall import StallPolicy
 from bench.tnx_emulation import EmulatedModel, LetterTokenizer, VirtualClock
 
 EOS = 7

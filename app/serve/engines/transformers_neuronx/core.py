@@ -11,9 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from app.serve.engines.transformers_neuronx.costs import StepCosts
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics
-from app.serve.engines.transformers_neuronx.policy import StallPolicy
 from app.serve.engines.transformers_neuronx.request import (
     EngineDeadError,
     FinishReason,
@@ -27,6 +25,8 @@ from app.serve.engines.transformers_neuronx.sampling import Row, generator_for, 
 from app.serve.engines.transformers_neuronx.scheduler import DecodeWork, PrefillWork, Scheduler
 from app.serve.engines.transformers_neuronx.scheduler import Sequence as Slotted
 from app.serve.engines.transformers_neuronx.text import IncrementalDetokenizer, StopStrings, Tokenizer
+from app.serve.policy.costs import StepCosts
+from app.serve.policy.stall import StallPolicy
 
 _LOG = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from app.serve.engines.transformers_neuronx.contract import (
     Geometry,
     bucket_for,
 )
-from app.serve.engines.transformers_neuronx.costs import StepCosts
+from app.serve.policy.costs import StepCosts
 
 Rows = npt.NDArray[np.float32]
 """Logits, one row a sequence: (sequences, vocabulary)."""

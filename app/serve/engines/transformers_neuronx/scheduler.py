@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from app.serve.engines.transformers_neuronx.contract import Geometry, bucket_for
-from app.serve.engines.transformers_neuronx.costs import StepCosts
-from app.serve.engines.transformers_neuronx.policy import Gap, StallPolicy
 from app.serve.engines.transformers_neuronx.runner import DecodeEntry
+from app.serve.policy.costs import StepCosts
+from app.serve.policy.stall import Gap, StallPolicy
 
 
 @dataclass(eq=False)

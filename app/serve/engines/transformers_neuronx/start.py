@@ -21,9 +21,9 @@ from app.serve.engines.transformers_neuronx.core import EngineCore
 from app.serve.engines.transformers_neuronx.engine import AsyncEngine
 from app.serve.engines.transformers_neuronx.hardware import load_neuron_model
 from app.serve.engines.transformers_neuronx.metrics import EngineMetrics
-from app.serve.engines.transformers_neuronx.policy import StallPolicy
 from app.serve.engines.transformers_neuronx.request import GenerationRequest, RequestError, Sampling
 from app.serve.engines.transformers_neuronx.runner import ContractRunner, warm_up
+from app.serve.policy.stall import StallPolicy
 from app.serve.settings import ReplicaSettings, SettingsError
 
 ENVIRONMENT_PREFIX = "NEURONFLEET_TNX_"

@@ -1,0 +1,5 @@
+"""What a replica decides before and between its engine's steps: predicted cost, queue, prefill between decodes.
+
+Pure: no engine, no HTTP, no clock of its own. Admission, the transformers-neuronx scheduler, the emulated
+engine and the simulation use the same objects.
+"""
