@@ -1,9 +1,13 @@
-"""``neuronfleet artifacts``: publish a model's folder to the artifact store, list, show and verify."""
+"""``neuronfleet artifacts``: publish a model's folder to the artifact store, list, show and verify.
+
+What it does to whole artifacts (pull, gc, diff) is in ``app.compile.store_commands``.
+"""
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +22,9 @@ if TYPE_CHECKING:
     from app.compile.manifest import Manifest
     from app.compile.store import ArtifactStore, StoredArtifact
 
-artifacts = typer.Typer(no_args_is_help=True, help="Model artifacts: publish, list, show, verify.")
+artifacts = typer.Typer(
+    no_args_is_help=True, help="Model artifacts: publish, fetch, list, compare, verify, remove."
+)
 
 BucketOption = Annotated[
     str, typer.Option("--bucket", help="The store's bucket: output ArtifactBucketName of its stack.")
@@ -30,19 +36,23 @@ FolderArgument = Annotated[Path, typer.Argument(help="The artifact's folder.")]
 
 def register(app: typer.Typer) -> None:
     """Add the ``artifacts`` group to the command line."""
+    # It adds its commands to the group.
+    importlib.import_module("app.compile.store_commands")
+
     app.add_typer(artifacts, name="artifacts")
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def shown_errors() -> Iterator[None]:
     from app.compile.folder import ArtifactError
     from app.compile.store import StoreError
+    from app.node.fetch import FetchError
     from app.operate.target import OperateError
     from app.plan.catalogue import UnknownNameError
 
     try:
         yield
-    except (ArtifactError, StoreError, OperateError, UnknownNameError) as error:
+    except (ArtifactError, StoreError, FetchError, OperateError, UnknownNameError) as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
         raise typer.Exit(1) from None
 
@@ -56,7 +66,17 @@ def _progress(what: str, total: int) -> Iterator[Advance]:
         yield lambda count: progress.advance(task, count)
 
 
-def _store(bucket: str, aws: bool) -> ArtifactStore:
+@contextmanager
+def progress_to(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on standard error for work that tells how many bytes are done, and how many there are."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+
+def open_store(bucket: str, aws: bool) -> ArtifactStore:
+    """The store in the rehearsal if it runs here, else in the shell's AWS account."""
     import boto3
     from botocore.config import Config
 
@@ -115,8 +135,8 @@ def push(
     from app.compile.folder import ArtifactError, build_manifest, folder_faults, read_manifest
     from app.compile.manifest import MANIFEST_NAME
 
-    with _errors():
-        store = _store(bucket, aws)
+    with shown_errors():
+        store = open_store(bucket, aws)
         size = _size_of(folder)
         if (folder / MANIFEST_NAME).exists():
             if model or profile:
@@ -187,8 +207,8 @@ def verify(folder: FolderArgument, as_json: JsonOption = False) -> None:
 @artifacts.command("list")
 def list_artifacts(bucket: BucketOption, aws: AwsOption = False, as_json: JsonOption = False) -> None:
     """List what the store holds, newest first."""
-    with _errors():
-        found = _store(bucket, aws).artifacts()
+    with shown_errors():
+        found = open_store(bucket, aws).artifacts()
     if as_json:
         rows = [
             _summary(item.digest, item.manifest) | {"published": item.published.isoformat()} for item in found
@@ -208,8 +228,8 @@ def show(
     as_json: JsonOption = False,
 ) -> None:
     """Show one artifact's manifest with its files."""
-    with _errors():
-        store = _store(bucket, aws)
+    with shown_errors():
+        store = open_store(bucket, aws)
         full = store.resolve(digest)
         manifest = store.read_manifest(full)
     if as_json:

@@ -8,7 +8,7 @@ publishers at once do each other no harm: the same key holds the same bytes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,6 +22,8 @@ from app.compile.folder import Advance, ArtifactError
 from app.compile.manifest import ArtifactFile, Manifest, blob_key, manifest_key
 
 _MANIFESTS = "manifests/"
+_BLOBS = blob_key("")
+_DELETE_AT_ONCE = 1000
 
 
 class StoreError(Exception):
@@ -36,6 +38,15 @@ class Published:
     sent_files: int
     sent_bytes: int
     held_files: int
+
+
+@dataclass(frozen=True)
+class StoredBlob:
+    """A file in the store; ``size`` in bytes."""
+
+    sha256: str
+    size: int
+    written: datetime
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,7 @@ class ArtifactStore:
     """One S3 bucket. Methods raise ``StoreError``; ``client`` is a boto3 S3 client."""
 
     def __init__(self, client: Any, bucket: str, *, workers: int = 4) -> None:
-        self._client = client
+        self.client = client
         self._bucket = bucket
         self._workers = workers
 
@@ -87,6 +98,10 @@ class ArtifactStore:
                     "publish again when nothing writes to the folder"
                 )
             self._put_manifest(manifest)
+            # A collection that ran meanwhile may have taken what this publish found to be there.
+            held = [file for file, count in zip(unique.values(), sent, strict=True) if count is None]
+            with ThreadPoolExecutor(self._workers) as pool:
+                list(pool.map(lambda file: self._send(folder, file, None), held))
         except (ClientError, BotoCoreError) as error:
             raise self._refused("publish", error) from error
         return Published(
@@ -100,8 +115,8 @@ class ArtifactStore:
         """The manifest of a digest, checked against it."""
         key = manifest_key(digest)
         try:
-            content = self._client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
-        except self._client.exceptions.NoSuchKey as error:
+            content = self.client.get_object(Bucket=self._bucket, Key=key)["Body"].read()
+        except self.client.exceptions.NoSuchKey as error:
             raise StoreError(f"bucket {self._bucket} has no artifact {digest}") from error
         except (ClientError, BotoCoreError) as error:
             raise self._refused(f"read {key}", error) from error
@@ -133,23 +148,49 @@ class ArtifactStore:
             raise StoreError(f"bucket {self._bucket} has no artifact whose digest begins with {prefix!r}")
         raise StoreError(f"{prefix!r} is not unique: {', '.join(sorted(found))}")
 
-    def _manifest_keys(self) -> Iterator[tuple[str, datetime]]:
+    def blobs(self) -> list[StoredBlob]:
+        """Every file in the store, whether an artifact has it or not."""
+        return [
+            StoredBlob(item["Key"].removeprefix(_BLOBS), item["Size"], item["LastModified"])
+            for item in self._objects(_BLOBS, "list files")
+        ]
+
+    def remove_manifests(self, digests: Sequence[str]) -> None:
+        """Remove artifacts; their files stay."""
+        self._remove([manifest_key(digest) for digest in digests])
+
+    def remove_blobs(self, sha256s: Sequence[str]) -> None:
+        """Remove files. No manifest may name them."""
+        self._remove([blob_key(sha256) for sha256 in sha256s])
+
+    def _remove(self, keys: Sequence[str]) -> None:
         try:
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=_MANIFESTS
-            )
-            for page in pages:
-                for item in page.get("Contents", []):
-                    name = item["Key"].removeprefix(_MANIFESTS).removesuffix(".json")
-                    yield name, item["LastModified"]
+            for start in range(0, len(keys), _DELETE_AT_ONCE):
+                some = [{"Key": key} for key in keys[start : start + _DELETE_AT_ONCE]]
+                answer = self.client.delete_objects(Bucket=self._bucket, Delete={"Objects": some})
+                failed = [f"{item['Key']} ({item['Code']})" for item in answer.get("Errors", [])]
+                if failed:
+                    raise StoreError(f"bucket {self._bucket} refused to remove {', '.join(failed)}")
         except (ClientError, BotoCoreError) as error:
-            raise self._refused("list artifacts", error) from error
+            raise self._refused("remove", error) from error
+
+    def _objects(self, prefix: str, what: str) -> Iterator[dict[str, Any]]:
+        try:
+            pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=prefix)
+            for page in pages:
+                yield from page.get("Contents", [])
+        except (ClientError, BotoCoreError) as error:
+            raise self._refused(what, error) from error
+
+    def _manifest_keys(self) -> Iterator[tuple[str, datetime]]:
+        for item in self._objects(_MANIFESTS, "list artifacts"):
+            yield item["Key"].removeprefix(_MANIFESTS).removesuffix(".json"), item["LastModified"]
 
     def _send(self, folder: Path, file: ArtifactFile, advance: Advance | None) -> int | None:
         """Bytes sent, or None when the store holds the blob already."""
         key = blob_key(file.sha256)
         try:
-            head = self._client.head_object(Bucket=self._bucket, Key=key)
+            head = self.client.head_object(Bucket=self._bucket, Key=key)
         except ClientError as error:
             if error.response["Error"]["Code"] not in {"404", "NoSuchKey", "403"}:
                 raise
@@ -159,7 +200,7 @@ class ArtifactStore:
                     advance(file.size)
                 return None
         # S3 checks the bytes on arrival against the checksum that is sent along.
-        self._client.upload_file(
+        self.client.upload_file(
             str(folder / file.path),
             self._bucket,
             key,
@@ -172,7 +213,7 @@ class ArtifactStore:
         """Write the manifest unless it is there: its key is its digest, so what is there is the same."""
         content = manifest.canonical_bytes()
         try:
-            self._client.put_object(
+            self.client.put_object(
                 Bucket=self._bucket,
                 Key=manifest_key(manifest.digest()),
                 Body=content,

@@ -27,7 +27,7 @@ from app.compile.manifest import ArtifactFile, Manifest, blob_key, manifest_key
 from app.node import local
 from app.node.blobs import BlobDownload, PartWriter, file_is
 from app.node.local import is_whole
-from app.node.progress import Progress
+from app.node.progress import Progress, Tell
 from app.node.store import BlobReader, StoreRefusal, StoreUnavailable
 
 __all__ = ["FetchError", "FetchSettings", "fetch", "is_whole", "read_manifest"]
@@ -107,6 +107,7 @@ def fetch(
     *,
     check: MatchCheck | None = None,
     settings: FetchSettings | None = None,
+    tell: Tell | None = None,
 ) -> Path:
     """Bring the artifact ``digest`` to ``root / digest`` and return that path.
 
@@ -116,6 +117,7 @@ def fetch(
         root: the artifacts' folder; everything lives there, so that files are linked and renamed into place.
         check: tells, from the manifest, why the artifact must not be used here (nothing: it may).
         settings: how hard to try.
+        tell: told of progress.
 
     Raises:
         FetchError: what is wrong and with which files, all at once; nothing is at ``root / digest`` then.
@@ -125,7 +127,7 @@ def fetch(
         folder.mkdir(parents=True, exist_ok=True)
     with (
         _locked(root / ".lock"),
-        Progress(digest, settings.progress_path, settings.report_every_s) as progress,
+        Progress(digest, settings.progress_path, settings.report_every_s, tell) as progress,
     ):
         target = root / digest
         there = is_whole(target, digest)

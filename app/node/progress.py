@@ -7,12 +7,15 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from app.node.host import RUN_DIR
 
 PROGRESS_PATH = RUN_DIR / "fetch.json"
+Tell = Callable[[int, int], None]
+"""Told every second how many bytes are there, and how many there are in all."""
 _WINDOW_S = 10.0
 _FILE_EVERY_S = 1.0
 
@@ -27,9 +30,9 @@ class Progress:
     ended), ``updated`` (seconds since the epoch).
     """
 
-    def __init__(self, digest: str, path: Path | None, log_every_s: float) -> None:
+    def __init__(self, digest: str, path: Path | None, log_every_s: float, tell: Tell | None = None) -> None:
         self.total = 0
-        self._digest, self._path, self._log_every_s = digest, path, log_every_s
+        self._digest, self._path, self._log_every_s, self._told = digest, path, log_every_s, tell
         self._held = self._received = 0
         self._started = time.monotonic()
         self._lock = threading.Lock()
@@ -88,6 +91,8 @@ class Progress:
                 log.info("fetching", extra=self.as_fields(rate))
 
     def _write(self, state: str, rate: float) -> None:
+        if self._told:
+            self._told(self._held + self._received, self.total)
         if self._path is None:
             return
         document = {

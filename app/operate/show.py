@@ -45,6 +45,17 @@ def _placed(name: str, item: dict[str, Any]) -> Text:
     return text
 
 
+def _fetch_line(artifact: dict[str, Any]) -> str:
+    """How far the host has come with its artifact; empty when it is whole or nothing is known."""
+    state, total = artifact.get("state"), artifact.get("total_bytes", 0)
+    if state == "failed":
+        return "\nartifact not fetched"
+    if state != "fetching" or not total:
+        return ""
+    done, rate = artifact["bytes"], artifact["rate_bytes_per_s"]
+    return f"\nartifact {done / total:.0%} of {total / 1e9:,.1f} GB\n{rate / 1e6:,.0f} MB/s"
+
+
 def _host_rows(table: Table, host: Host) -> None:
     health = _colored(host.target_health)
     if host.target_reason:
@@ -55,7 +66,9 @@ def _host_rows(table: Table, host: Host) -> None:
     replicas = Text("\n").join(_placed(f"block {item['block']}", item) for item in host.replicas)
     if host.error:
         raylets = Text(host.error, style="yellow")
-    table.add_row(name, _colored(host.state), raylets, replicas, health)
+    state = _colored(host.state)
+    state.append(_fetch_line(host.artifact), style="dim")
+    table.add_row(name, state, raylets, replicas, health)
 
 
 def render(status: Status) -> Group:
