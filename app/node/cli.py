@@ -87,7 +87,7 @@ def configure() -> None:
             "NEURONFLEET_ENVIRONMENT": config.environment,
         }
         set_up_logging()
-        run(config, identity, read_host(Path("/")))
+        run(config, identity, read_host(Path("/"), instance_type=identity.instance_type))
 
 
 @app.command("install-units")

@@ -240,7 +240,7 @@ def test_numactl_must_be_there_for_a_bound_plan(tmp_path: Path, inf2_48xlarge: H
 
 def test_a_head_host_has_one_raylet_with_nothing_to_claim(inf2_48xlarge: HostTopology) -> None:
     plan = plan_head(inf2_48xlarge, 8)
-    assert plan.blocks == () and bindings(plan) == [((), (), 0)]
+    assert plan.blocks == () and bindings(plan) == [((0, 1, 2, 3), (), 0)]
     assert 0 < plan.raylets[0].memory_bytes < inf2_48xlarge.memory_bytes
 
 

@@ -94,11 +94,14 @@ def plan_topology(
 
 
 def plan_head(host: HostTopology, tp_degree: int) -> TopologyPlan:
-    """The plan of a cluster's head host: one unbound raylet with no CPUs and no cores, hence no replica."""
+    """The plan of a cluster's head host: one raylet with no CPUs and no cores, hence no replica.
+
+    It is bound to every node that the host has, so that each raylet of a fleet starts through numactl alike.
+    """
     memory, store, warnings = _memory(host, [host.memory_bytes])
     raylet = Raylet(
         index=0,
-        numa_nodes=(),
+        numa_nodes=tuple(node.index for node in host.nodes if node.memory_bytes > 0),
         cores=(),
         cpus=0,
         memory_bytes=memory[0],
