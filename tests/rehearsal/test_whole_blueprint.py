@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rehearsal.streaming import assert_really_streamed, chat
+from tests.rehearsal.streaming import SHORT_ANSWER_SPAN_S, assert_really_streamed, chat
 from tests.rehearsal.whole import Deployed, deployed, needs_root
 
 pytestmark = [pytest.mark.rehearsal, needs_root, pytest.mark.timeout(1500)]
@@ -48,10 +48,13 @@ def test_every_raylet_starts_through_numactl(blueprint: Deployed) -> None:
 
 
 def test_tokens_stream_through_the_load_balancer(blueprint: Deployed) -> None:
-    stream = chat(blueprint.url, "What is the capital of France?")
-    assert "Paris" in stream.text
-    assert stream.finish_reasons == ["stop"]
-    assert_really_streamed(stream)
+    """Twice, so that both workers' proxies are asked; a proxy may hand a stream to the other worker's replica."""
+    for _ in range(2):
+        answer = chat(blueprint.url, "What is the capital of France?")
+        assert "Paris" in answer.text
+        assert answer.finish_reasons == ["stop"]
+        assert_really_streamed(answer, span_s=SHORT_ANSWER_SPAN_S)
+        assert_really_streamed(chat(blueprint.url, "Count from one to twenty in words."))
 
 
 def test_the_cluster_shares_one_token_from_secrets_manager(blueprint: Deployed) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.rehearsal.streaming import assert_really_streamed, chat
+from tests.rehearsal.streaming import SHORT_ANSWER_SPAN_S, assert_really_streamed, chat
 from tests.rehearsal.whole import Deployed, deployed, needs_root, run_up
 
 pytestmark = [pytest.mark.rehearsal, needs_root, pytest.mark.timeout(1200)]
@@ -49,7 +49,7 @@ def test_tokens_stream_through_the_load_balancer(dev: Deployed) -> None:
     answer = chat(dev.url, "What is the capital of France?")
     assert "Paris" in answer.text
     assert answer.finish_reasons == ["stop"]
-    assert_really_streamed(answer)
+    assert_really_streamed(answer, span_s=SHORT_ANSWER_SPAN_S)
 
 
 def test_the_openai_package_streams(dev: Deployed) -> None:
