@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from app.node.config import NODE_CONFIG_PATH, NodeConfig, load_node_config
+from app.serve.admission_settings import AdmissionSettings
 
 ARTIFACTS = Path("/var/lib/neuronfleet/artifacts")
 ENVIRONMENT_PREFIX = "NEURONFLEET_SERVE_"
@@ -26,11 +27,7 @@ class SettingsError(ValueError):
     """Replica settings are wrong or missing; the message names every wrong one and what is expected."""
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
-
-
-class ReplicaSettings(_Frozen):
+class ReplicaSettings(AdmissionSettings):
     """One replica. Lengths are in tokens, ``batch_size`` and ``queue_limit`` in sequences, times in seconds.
 
     ``model_dir`` is a folder in Hugging Face layout. ``compiled_dir`` holds the compiled model of a Neuron
@@ -47,7 +44,6 @@ class ReplicaSettings(_Frozen):
     dtype: Literal["bf16", "int8"] = "bf16"
     buckets: tuple[int, ...] = ()
 
-    queue_limit: int = Field(default=256, ge=0, description="requests a replica holds beyond its batch")
     request_timeout_s: int = Field(default=3600, ge=1)
     drain_timeout_s: int = Field(
         default=300, ge=1, description="how long a stopping replica's streams may go on"
@@ -60,6 +56,10 @@ class ReplicaSettings(_Frozen):
     emulated_output_tokens: int = Field(
         default=256, ge=1, description="length at which an answer ends itself"
     )
+    emulated_plan_model: str | None = Field(
+        default=None, description="static graphs at the pace that the plan predicts for this model on Inf2"
+    )
+    emulated_plan_instance: str = "inf2.xlarge"
     emulated_freeze_file: Path | None = Field(default=None, description="while it exists, no token comes")
 
     @property

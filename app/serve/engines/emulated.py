@@ -169,16 +169,29 @@ def core_factory(settings: ReplicaSettings) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         tokenizer = renderer.get_tokenizer()
-        scheduler = Scheduler(
-            slots=settings.batch_size,
-            timing=timing,
-            passage=tokenizer.encode(PASSAGE, add_special_tokens=False),
-            eos=tokenizer.eos_token_id,
-            output_tokens=settings.emulated_output_tokens,
-        )
+        passage = tokenizer.encode(PASSAGE, add_special_tokens=False)
+        eos, length = tokenizer.eos_token_id, settings.emulated_output_tokens
+        if settings.emulated_plan_model is not None:
+            scheduler = planned_scheduler(settings, settings.emulated_plan_model, passage, eos, length)
+        else:
+            scheduler = Scheduler(settings.batch_size, timing, passage, eos, length)
         return EmulatedCore(vllm_config, scheduler, settings.emulated_freeze_file)
 
     return make
+
+
+def planned_scheduler(
+    settings: ReplicaSettings, model: str, passage: list[int], eos: int | None, output_tokens: int
+) -> Scheduler:
+    """Static graphs at the plan's pace, under the stall policy."""
+    from app.serve.admission_factory import replica_model
+    from app.serve.engines.emulated_static import StaticScheduler, planned_costs, planned_geometry
+    from app.serve.policy.stall import StallPolicy
+
+    geometry = planned_geometry(settings.batch_size, settings.max_model_len, settings.buckets)
+    costs = planned_costs(replica_model(settings, model, settings.emulated_plan_instance), geometry)
+    policy = StallPolicy(tpot_slo_ms=settings.tpot_slo_ms)
+    return StaticScheduler(geometry, costs, policy, passage, eos, output_tokens)
 
 
 class StepLoop:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-_LEAST = 0.02
+_LEAST = 1e-4
 
 
 class DrainRate:
