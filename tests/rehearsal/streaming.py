@@ -80,4 +80,4 @@ def assert_really_streamed(stream: Stream, *, span_s: float = 0.3) -> None:
 
 
 SHORT_ANSWER_SPAN_S = 0.06
-"""The answer of seven words is eight engine steps: a current CPU makes one in some 18 ms, an older one in 55 ms."""
+"""The short answer is eight engine steps: a current CPU makes one in some 18 ms, an older one in 55 ms."""

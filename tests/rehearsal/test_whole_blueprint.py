@@ -48,7 +48,7 @@ def test_every_raylet_starts_through_numactl(blueprint: Deployed) -> None:
 
 
 def test_tokens_stream_through_the_load_balancer(blueprint: Deployed) -> None:
-    """Twice, so that both workers' proxies are asked; a proxy may hand a stream to the other worker's replica."""
+    """Twice, so that both workers' proxies are asked; a proxy may use the other worker's replica."""
     for _ in range(2):
         answer = chat(blueprint.url, "What is the capital of France?")
         assert "Paris" in answer.text
