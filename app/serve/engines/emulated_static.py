@@ -20,12 +20,18 @@ _VOCABULARY = 2
 
 
 def planned_costs(replica: ReplicaModel, geometry: Geometry) -> StepCosts:
-    """What the plan predicts for each graph, in milliseconds."""
+    """What the plan predicts for each graph, in milliseconds.
+
+    The time of a chunk is taken as a prefill of its length and a decode step of one sequence together, which
+    is on the high side.
+    """
+    one = replica.decode_step_s(geometry.context_limit, 1)
     return StepCosts(
         context={bucket: replica.prefill_s(bucket) * 1000 for bucket in geometry.context_buckets},
         decode={
             bucket: replica.decode_step_s(bucket, geometry.slots) * 1000 for bucket in geometry.token_buckets
         },
+        chunk={size: (replica.prefill_s(size) + one) * 1000 for size in geometry.chunk_sizes},
     )
 
 
