@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -185,6 +187,12 @@ def buckets(
     from app.plan.buckets import default_edges, graph_choices, optimal_buckets, padding, recommended_count
     from app.plan.trace import read_trace
 
+    for option, value in (
+        ("--tpot-ms", tpot_ms),
+        ("--compile-minutes", compile_minutes),
+        ("--prefill-ms", prefill_ms),
+    ):
+        _or_exit(partial(_positive, option, value))
     read = _or_exit(lambda: read_trace(trace, column=column, skip_bad=skip_bad))
     over, first_over = read.over(max_len)
     if read.faults.count:
@@ -231,7 +239,11 @@ def buckets(
             ],
         }
         if own is not None:
-            document["given"] = {"buckets": list(own.edges), "padding_fraction": own.padding_fraction}
+            document["given"] = {
+                "buckets": list(own.edges),
+                "padding_fraction": own.padding_fraction,
+                "over": read.over(own.edges[-1])[0],
+            }
         if batches is not None:
             document["batch_buckets"] = list(batches.edges)
             document["batch_padding_fraction"] = batches.padding_fraction
@@ -243,7 +255,11 @@ def buckets(
 
     show_buckets(Console(), read.counts, chosen, baseline, choices, recommended)
     if own is not None:
-        typer.echo(f"given edges {', '.join(map(str, own.edges))}: padding {own.padding_fraction:.1%}")
+        longer, _ = read.over(own.edges[-1])
+        typer.echo(
+            f"given edges {', '.join(map(str, own.edges))}: padding {own.padding_fraction:.1%}"
+            + (f", {longer} request(s) longer than the last" if longer else "")
+        )
     if batches is not None:
         sizes = ", ".join(map(str, batches.edges))
         typer.echo(f"decode batch sizes: {sizes} (empty slots {batches.padding_fraction:.1%} of the time)")
@@ -289,8 +305,8 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> Any:
 
 
 def _positive(option: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{option} {value:g} must be more than 0")
+    if value is not None and not 0 < value < math.inf:
+        raise ValueError(f"{option} {value:g} must be more than 0, and finite")
     return value
 
 

@@ -65,6 +65,8 @@ class ModelConfig(BaseModel):
     tied_embeddings: bool
     qkv_bias: bool
     qk_norm: bool
+    notes: tuple[str, ...] = ()
+    """What the config left open, and how it was taken: said with every plan."""
 
     @property
     def parameters(self) -> int:
@@ -89,6 +91,8 @@ def load_model(name: str) -> ModelConfig:
         UnknownNameError: neither a known name nor a path; the message says what is known.
         ModelError: a config that is missing keys, of an unknown architecture, or contradicts itself.
     """
+    if not name.strip():
+        raise ModelError("the model's name is empty; give a Hugging Face id, a folder or a config.json")
     path = Path(name)
     if path.is_dir():
         path = path / "config.json"
@@ -119,21 +123,29 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelConfig:
         ModelError: every fault at once.
     """
     problems: list[str] = []
+    notes: list[str] = []
     architecture = _architecture(config, problems)
     sizes = {key: _size(config, key, problems) for key in _REQUIRED}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
-    kv_heads = _size(config, "num_key_value_heads", problems, default=heads)
-    head_dim = _size(config, "head_dim", problems, default=None if not heads else hidden // heads)
+    kv_heads = _kv_heads(config, architecture, heads, problems, notes)
+    head_dim = _size(config, "head_dim", problems, default=hidden // heads if heads else 0)
     if heads and hidden and config.get("head_dim") is None and hidden % heads:
         problems.append(
             f"num_attention_heads {heads} does not divide hidden_size {hidden} and no head_dim is given"
         )
+    elif head_dim % 2:
+        problems.append(f"a head of {head_dim} elements cannot hold rotary positions: they go in pairs")
     if heads and kv_heads and heads % kv_heads:
         problems.append(f"num_key_value_heads {kv_heads} does not divide num_attention_heads {heads}")
     positions = _size(config, "max_position_embeddings", problems, default=0)
-    tied = config.get("tie_word_embeddings", False)
-    if not isinstance(tied, bool):
-        problems.append(f"tie_word_embeddings {tied!r} must be true or false")
+    if not positions:
+        notes.append("its config has no max_position_embeddings: lengths are not checked against the model")
+    if config.get("quantization_config") is not None:
+        notes.append(
+            "its config has a quantization_config, which is not considered: sizes are of bf16 or int8"
+        )
+    tied = _flag(config, "tie_word_embeddings", problems)
+    attention_bias = _flag(config, "attention_bias", problems)
     if problems:
         raise ModelError(f"config of {name}: " + "; ".join(problems))
     family, bias, norm = _ARCHITECTURES[architecture]
@@ -150,8 +162,9 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelConfig:
         vocab_size=sizes["vocab_size"],
         max_positions=positions or None,
         tied_embeddings=tied,
-        qkv_bias=bias,
+        qkv_bias=bias or attention_bias,
         qk_norm=norm,
+        notes=tuple(notes),
     )
 
 
@@ -166,6 +179,24 @@ def _architecture(config: Mapping[str, Any], problems: list[str]) -> str:
         problems.append(f"architecture {name!r} is not known to the plan; expected one of {known}")
         return ""
     return name
+
+
+def _kv_heads(
+    config: Mapping[str, Any], architecture: str, heads: int, problems: list[str], notes: list[str]
+) -> int:
+    """KV heads. Configs of the first Llama models have no such key and mean one a query head; of the other
+    architectures the libraries' defaults are fixed numbers, so a missing key is a fault."""
+    if architecture == "LlamaForCausalLM" and heads and config.get("num_key_value_heads") is None:
+        notes.append(f"its config has no num_key_value_heads: taken as {heads}, one a query head")
+        return heads
+    return _size(config, "num_key_value_heads", problems)
+
+
+def _flag(config: Mapping[str, Any], key: str, problems: list[str]) -> bool:
+    value = config.get(key, False)
+    if not isinstance(value, bool):
+        problems.append(f"{key} {value!r} must be true or false")
+    return value is True
 
 
 def _size(config: Mapping[str, Any], key: str, problems: list[str], default: int | None = None) -> int:
@@ -185,7 +216,8 @@ def _size(config: Mapping[str, Any], key: str, problems: list[str], default: int
 def _read_json(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
+        # ValueError: no UTF-8, no JSON, or a number too long for Python.
         raise ModelError(f"cannot read {path}: {error}") from error
     if not isinstance(config, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}")

@@ -5,7 +5,8 @@ pays two all-reduces a layer, the write of one KV line a sequence, and a fixed o
 
     step = (weights + lm_head) / (HBM bandwidth x hbm_efficiency)
          + layers x 2 x collective latency
-         + layers x query heads a core x bucket x (attention_position + batch x attention_position_sequence)
+         + layers x query heads a core x bucket
+           x (attention_position + batch x attention_position_sequence x head size / 128)
          + layers x KV heads a core x batch x kv_write
          + step_overhead
 
@@ -53,6 +54,8 @@ CONSTANT_NAMES = (
     "prefill_overhead_s",
 )
 FITTED_TP_DEGREE = 24
+# Every measured model has heads of this size; a sequence's K and V, and the time to read them, follow it.
+FITTED_HEAD_DIM = 128
 # Two-sided 80 % interval of a normal distribution.
 _Z80 = 1.2816
 _BF16 = 2
@@ -189,7 +192,8 @@ class ReplicaModel:
         # Only TP 24 was measured: a collective is taken to cost in proportion to the depth of a tree.
         depth = math.log2(tp) / math.log2(FITTED_TP_DEGREE)
         seconds += model.layers * 2 * c["collective_latency_s"] * depth
-        position = c["attention_position_s"] + batch_size * c["attention_position_sequence_s"]
+        read = c["attention_position_sequence_s"] * model.head_dim / FITTED_HEAD_DIM
+        position = c["attention_position_s"] + batch_size * read
         seconds += model.layers * (shard.heads // tp) * bucket * position
         seconds += model.layers * (shard.kv_heads // tp) * batch_size * c["kv_write_s"]
         return seconds + c["step_overhead_s"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, get_args
@@ -144,9 +145,8 @@ class Planner:
         """The plan of ``request``: its best choice where it leaves one, with proposals where it fails."""
         candidates = [self.evaluate(item) for item in _choices(request)]
         ready = [item for item in candidates if not item.refusals]
-        meeting = [item for item in ready if _meets(item)]
-        if meeting or ready:
-            return min(meeting or ready, key=_rank)
+        if ready:
+            return min(ready, key=_rank)
         fitting = [item for item in candidates if item.fits]
         if fitting:
             return replace(min(fitting, key=_rank), proposals=self._proposals(request))
@@ -174,6 +174,10 @@ class Planner:
                 prefix_caching=request.prefix_caching,
             ),
             *(Finding(message=message, refuses=False) for message in fitted.warnings),
+            *(
+                Finding(message=f"{request.model.name}: {note}", refuses=False)
+                for note in request.model.notes
+            ),
         ]
         performance = None
         if not reasons:
@@ -250,8 +254,9 @@ class Planner:
         )
 
     def _proposals(self, request: PlanRequest, most: int = 3) -> tuple[Proposal, ...]:
-        """The nearest plans that fit and are supported: fewest changes first, then by cost."""
-        found: dict[tuple[str, int], tuple[int, float, Proposal]] = {}
+        """The nearest plans that fit and are supported: fewest changes first, then by cost. Of each size and
+        degree it is the one that gives up least of the batch and the length."""
+        found: dict[tuple[str, int], tuple[int, float, float, Proposal]] = {}
         for changed in _neighbours(request):
             plan = self.evaluate(changed, ranges=False)
             if (
@@ -266,11 +271,16 @@ class Planner:
                 changes, plan.fit.instance.name, plan.fit.shape, plan.performance.tpot_ms.value, usd
             )
             key = (plan.fit.instance.name, plan.fit.shape.tp_degree)
-            rank = (len(changes), float("inf") if usd is None else usd, proposal)
-            if key not in found or rank[:2] < found[key][:2]:
+            rank = (
+                len(changes),
+                _shortfall(request, changed),
+                float("inf") if usd is None else usd,
+                proposal,
+            )
+            if key not in found or rank[:3] < found[key][:3]:
                 found[key] = rank
-        ranked = sorted(found.values(), key=lambda item: item[:2])
-        return tuple(item[2] for item in ranked[:most])
+        ranked = sorted(found.values(), key=lambda item: (item[0], item[2]))
+        return tuple(item[3] for item in ranked[:most])
 
 
 def degrees(request: PlanRequest, instance: InstanceType) -> tuple[int, ...]:
@@ -315,6 +325,13 @@ def _halves(value: int) -> Iterator[int]:
         yield value
 
 
+def _shortfall(request: PlanRequest, changed: PlanRequest) -> float:
+    """How far a request's batch and length lie from those asked for, in halvings."""
+    return abs(math.log2(request.batch_size) - math.log2(changed.batch_size)) + abs(
+        math.log2(request.model_len) - math.log2(changed.model_len)
+    )
+
+
 def _changes(request: PlanRequest, plan: Plan) -> tuple[str, ...]:
     shape, asked = plan.fit.shape, request
     pairs = (
@@ -329,12 +346,21 @@ def _changes(request: PlanRequest, plan: Plan) -> tuple[str, ...]:
 
 def _length_reasons(request: PlanRequest) -> tuple[str, ...]:
     need = request.input_tokens + request.output_tokens
-    if need <= request.model_len:
-        return ()
-    return (
-        f"{request.input_tokens} input and {request.output_tokens} output tokens are {need}, more than the "
-        f"model length of {request.model_len}",
-    )
+    found = []
+    if need > request.model_len:
+        found.append(
+            f"{request.input_tokens} input and {request.output_tokens} output tokens are {need}, more than "
+            f"the model length of {request.model_len}"
+        )
+    if request.context_buckets:
+        longest = request.context_buckets[-1]
+        if longest < request.input_tokens:
+            found.append(
+                f"no context bucket holds {request.input_tokens} input tokens: the last is {longest}"
+            )
+        if longest > request.model_len:
+            found.append(f"context bucket {longest} is more than the model length of {request.model_len}")
+    return tuple(found)
 
 
 def _slo_findings(request: PlanRequest, performance: Performance) -> list[Finding]:
@@ -356,18 +382,22 @@ def _slo_findings(request: PlanRequest, performance: Performance) -> list[Findin
     return found
 
 
-def _meets(plan: Plan) -> bool:
+def _overshoot(plan: Plan) -> float:
+    """The worst of the predictions over its objective; 1 where every objective is met."""
     request, performance = plan.request, plan.performance
-    if performance is None or plan.fit.host_bytes > plan.fit.instance.memory_bytes:
-        return False
-    return (request.slo_ttft_ms is None or performance.ttft_alone_ms.value <= request.slo_ttft_ms) and (
-        request.slo_tpot_ms is None or performance.tpot_ms.value <= request.slo_tpot_ms
+    assert performance is not None
+    pairs = (
+        (performance.ttft_alone_ms.value, request.slo_ttft_ms),
+        (performance.tpot_ms.value, request.slo_tpot_ms),
     )
+    return max([1.0, *(value / limit for value, limit in pairs if limit is not None)])
 
 
-def _rank(plan: Plan) -> tuple[float, float]:
-    """Cheapest a token first; where there is no price, most tokens a second of a core."""
+def _rank(plan: Plan) -> tuple[bool, float, float, float]:
+    """Those that the host can load first, then the nearest to the objectives, then the cheapest a token;
+    where there is no price, most tokens a second of a core."""
     assert plan.performance is not None
     usd = plan.cost.usd_per_million_output_tokens
     per_core = plan.performance.output_tokens_per_second.value / plan.fit.instance.cores
-    return (usd if usd is not None else 0.0, -per_core)
+    killed = plan.fit.host_bytes > plan.fit.instance.memory_bytes
+    return (killed, _overshoot(plan), usd if usd is not None else 0.0, -per_core)

@@ -8,6 +8,7 @@ a line.
 from __future__ import annotations
 
 import csv
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -107,7 +108,8 @@ def read_trace(path: Path, *, column: str | None = None, skip_bad: bool = False)
             f"Mend the file, or leave those rows out with --skip-bad"
         )
     if not trace.counts:
-        raise TraceError(f"{path}: no usable rows")
+        faults = f": {trace.faults.describe()}" if trace.faults.count else ""
+        raise TraceError(f"{path}: no usable rows{faults}")
     return trace
 
 
@@ -131,9 +133,16 @@ def _read(reader: Iterator[list[str]], path: Path, column: str | None) -> Trace:
     rows = enumerate(reader, start=2)
     if plain:
         rows = enumerate(_chain(names, reader), start=1)
+    blank: list[int] = []
     for line, row in rows:
-        if not any(cell.strip() for cell in row):
+        if not row:
+            blank.append(line)
             continue
+        if len(names) == 1 and not plain:
+            # Under a header of one column, an empty line between others is a row without its length.
+            for empty in blank:
+                faults.add("a missing length", empty)
+        blank.clear()
         length = _length(row, length_at, "length", line, faults)
         if length is None:
             continue
@@ -201,6 +210,8 @@ def _length(
     try:
         value = int(text)
     except ValueError:
+        value = None
+    if value is None or "_" in text:  # Python reads 1_000, tables do not
         faults.add(f"a {what} that is no whole number", line)
         return None
     if value < least:
@@ -212,7 +223,7 @@ def _length(
 def _time(row: Sequence[str], at: int, line: int, faults: Faults) -> float | None:
     text = row[at].strip() if at < len(row) else ""
     seconds = _number(text)
-    if seconds is not None:
+    if seconds is not None and math.isfinite(seconds):
         return seconds
     try:
         # Azure's traces have seven digits of a second; Python reads six.

@@ -159,7 +159,8 @@ def _row(line: int, record: dict[str, str | None], problems: list[str]) -> Measu
     except (UnknownNameError, ModelError) as error:
         wrong(str(error))
     try:
-        instance = get_instance(text("instance"))
+        # AWS's tables write Inf2.48xlarge, its API inf2.48xlarge.
+        instance = get_instance(text("instance").casefold())
     except UnknownNameError as error:
         wrong(str(error))
     dtype = text("weights_dtype")

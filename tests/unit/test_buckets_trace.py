@@ -53,15 +53,16 @@ def test_faults_are_named_counted_and_placed(tmp_path: Path) -> None:
         "2 row(s) with a negative length (row 3, 7)",
         "2 row(s) with a length that is no whole number (row 5, 9)",
         "1 row(s) with a length of zero (row 8)",
+        "2 row(s) with a missing length (row 4, 10)",
     ):
         assert said in text
     trace = read_trace(path, skip_bad=True)
     assert trace.counts == {5: 1, 7: 1}
-    assert trace.faults.count == 5
+    assert trace.faults.count == 7
 
 
 def test_missing_cells_are_faults(tmp_path: Path) -> None:
-    path = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n1,,4\n2\n3,5,x\nsoon,5,4\n4,9,1\n")
+    path = written(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n1,,4\n,,\n3,5,x\nsoon,5,4\n4,9,1\n\n")
     with pytest.raises(TraceError) as caught:
         read_trace(path)
     for said in (
@@ -70,6 +71,16 @@ def test_missing_cells_are_faults(tmp_path: Path) -> None:
         "time that is neither seconds nor a date and time (row 5)",
     ):
         assert said in str(caught.value)
+
+
+def test_no_usable_rows_says_why(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"no usable rows: 1 row\(s\) with a negative length \(row 2\)"):
+        read_trace(written(tmp_path, "length\n-1\n\n"), skip_bad=True)
+
+
+def test_numbers_are_read_as_tables_write_them(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"1 row\(s\) with a length that is no whole number \(row 2\)"):
+        read_trace(written(tmp_path, "length\n1_000\n7\n"))
 
 
 def test_many_faults_show_the_first(tmp_path: Path) -> None:

@@ -219,6 +219,10 @@ def test_buckets_for_people() -> None:
         ("length\n5\n", ("--edges", "9,3"), "must be whole numbers, ascending"),
         ("length\n5\n", ("--max-batch", "8"), "needs a trace with arrival times"),
         ("length\n5\n", ("--multiple", "0"), "multiple"),
+        ("length\n5\n", ("--prefill-ms", "nan"), "--prefill-ms nan must be more than 0"),
+        ("length\n5\n", ("--compile-minutes", "0"), "--compile-minutes 0 must be more than 0"),
+        ("length\n5\n", ("--tpot-ms", "inf"), "--tpot-ms inf must be more than 0, and finite"),
+        ("time,length\nnan,5\ninf,6\n1,7\n", (), "neither seconds nor a date and time (row 2, 3)"),
     ],
 )
 def test_buckets_name_bad_input(tmp_path: Path, content: str, more: tuple[str, ...], said: str) -> None:

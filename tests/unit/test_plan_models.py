@@ -100,7 +100,13 @@ def test_folder_and_file_give_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("{", "cannot read"), ("[]", "must hold a JSON object, not list"), (b"\xff\xfe", "cannot read")],
+    [
+        ("{", "cannot read"),
+        ("[]", "must hold a JSON object, not list"),
+        (b"\xff\xfe", "cannot read"),
+        ("[" * 100_000, "cannot read"),
+        ('{"hidden_size": ' + "9" * 5000 + "}", r"cannot read .*config\.json"),
+    ],
 )
 def test_unreadable_configs(tmp_path: Path, text: str | bytes, said: str) -> None:
     path = tmp_path / "config.json"
@@ -114,6 +120,8 @@ def test_folder_without_config_and_missing_path(tmp_path: Path) -> None:
         load_model(str(tmp_path))
     with pytest.raises(ModelError, match="no such file or folder"):
         load_model(str(tmp_path / "nothing"))
+    with pytest.raises(ModelError, match="name is empty"):
+        load_model(" ")
 
 
 @pytest.mark.parametrize(
@@ -132,6 +140,12 @@ def test_folder_without_config_and_missing_path(tmp_path: Path) -> None:
         ({"architectures": [["LlamaForCausalLM"]]}, "architecture ['LlamaForCausalLM'] is not known"),
         ({"architectures": "LlamaForCausalLM"}, "architectures is missing or no list"),
         ({"tie_word_embeddings": "yes"}, "must be true or false"),
+        ({"attention_bias": 1}, "attention_bias 1 must be true or false"),
+        ({"head_dim": 127}, "a head of 127 elements cannot hold rotary positions"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": None},
+            "num_key_value_heads is missing",
+        ),
     ],
 )
 def test_faults_are_named(changes: dict, said: str) -> None:
@@ -147,11 +161,26 @@ def test_all_faults_are_named_at_once() -> None:
         parse_config(config, name="m")
     for text in ("'X'", "num_hidden_layers is missing", "vocab_size is missing", "3 does not divide"):
         assert text in str(caught.value)
+    with pytest.raises(ModelError) as caught:
+        parse_config({k: v for k, v in GOOD.items() if k != "num_attention_heads"}, name="m")
+    assert str(caught.value) == "config of m: num_attention_heads is missing"
 
 
-def test_missing_kv_heads_mean_one_a_query_head() -> None:
+def test_what_a_config_leaves_open_is_said() -> None:
+    assert parse_config(GOOD, name="m").notes == ()
     model = parse_config({k: v for k, v in GOOD.items() if k != "num_key_value_heads"}, name="m")
     assert model.kv_heads == 32
+    assert model.notes == ("its config has no num_key_value_heads: taken as 32, one a query head",)
+    more = {**GOOD, "max_position_embeddings": None, "quantization_config": {"quant_method": "awq"}}
+    assert [note.split()[4] for note in parse_config(more, name="m").notes] == [
+        "max_position_embeddings:",
+        "quantization_config,",
+    ]
+
+
+def test_a_bias_on_attention_counts() -> None:
+    biased = parse_config({**GOOD, "attention_bias": True}, name="m")
+    assert biased.parameters - parse_config(GOOD, name="m").parameters == 32 * 128 * (32 + 2 * 8)
 
 
 json_values = st.recursive(

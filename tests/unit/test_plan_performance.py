@@ -27,6 +27,7 @@ from app.plan.validation import QUANTITIES, RowsError, mape, read_rows, score
 
 DATA = Path(str(resources.files("app.plan").joinpath("data")))
 ROWS_CSV = DATA / "published_inf2_performance.csv"
+OTHER_MODELS_CSV = Path(__file__).parent / "plan_data" / "published_inf2_other_models.csv"
 LIMITS = {"tpot": 0.15, "throughput": 0.15, "ttft": 0.30}  # leave-one-model-out, of the issue
 
 
@@ -111,6 +112,17 @@ def test_int8_decodes_faster_and_more_cores_do_too() -> None:
     assert steps == sorted(steps, reverse=True)
 
 
+@pytest.mark.parametrize("model", ["TinyLlama-1.1B", "Llama-3-8B", "Llama-2-13b"])
+def test_a_sequence_more_reads_its_cache_once_for_each_query_head(model: str) -> None:
+    """Whatever the size of its heads; at between half and all of the bandwidth."""
+    r = replica(model, tp=2)
+    shard = r.sharding
+    more = r.decode_step_s(4096, 33) - r.decode_step_s(4096, 32)
+    write = shard.model.layers * shard.kv_heads / 2 * r.constants["kv_write_s"]
+    read = shard.kv_bytes_per_core(4096) / r.instance.hbm_bytes_per_s_per_core
+    assert 1 < (more - write) / (read * shard.heads / shard.kv_heads) < 2
+
+
 def test_prompts_pay_for_their_bucket() -> None:
     r = replica()
     assert r.prefill_s(1025) == r.prefill_s(2048)
@@ -174,6 +186,21 @@ def test_score_of_the_given_rows(rows) -> None:
     assert mape(scored, "tpot") < 0.03
     assert mape(scored, "throughput") < 0.03
     assert mape(scored, "ttft") < 0.10
+
+
+def test_score_of_published_models_that_the_fit_never_saw(rows) -> None:
+    others = read_rows(OTHER_MODELS_CSV)
+    assert {row.model.name for row in others}.isdisjoint({row.model.name for row in rows})
+    scored = score(others, shipped_constants())
+    assert mape(scored, "tpot") <= 0.08
+    assert mape(scored, "throughput") <= 0.10
+    assert mape(scored, "ttft") <= 0.25
+
+
+def test_an_instance_may_be_spelled_as_the_published_tables_do(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text(ROWS_CSV.read_text().replace("inf2.48xlarge", "Inf2.48xlarge"))
+    assert [row.instance for row in read_rows(path)] == [row.instance for row in read_rows(ROWS_CSV)]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,32 @@ def test_lengths_over_the_model_length_are_a_reason() -> None:
     assert refused.proposals[0].changes == ("max_model_len 1024 -> 1100",)
 
 
+def test_a_proposal_gives_up_no_more_than_it_must() -> None:
+    refused = plan(instance="inf2.48xlarge", tp_degree=8, max_model_len=100_000)
+    assert refused.proposals[0].changes == ("max_model_len 100000 -> 8192",)
+    refused = plan(instance="inf2.48xlarge", tp_degree=8, batch_size=1000)
+    assert refused.proposals[0].changes == ("batch_size 1000 -> 125",)
+
+
+def test_a_prompt_that_no_context_bucket_holds_is_a_reason() -> None:
+    asked = {"instance": "inf2.48xlarge", "tp_degree": 8, "input_tokens": 1024}
+    assert plan(**asked, context_buckets=(128, 1024)).fits
+    assert plan(**asked, context_buckets=(128, 512)).reasons == (
+        "no context bucket holds 1024 input tokens: the last is 512",
+    )
+    assert plan(**asked, context_buckets=(1024, 8192)).reasons == (
+        "context bucket 8192 is more than the model length of 4096",
+    )
+
+
+def test_what_the_config_leaves_open_is_a_warning() -> None:
+    asked = request(instance="inf2.48xlarge", tp_degree=8)
+    noted = replace(asked, model=asked.model.model_copy(update={"notes": ("this and that",)}))
+    found = PLANNER.plan(noted)
+    assert found.refusals == ()
+    assert "Llama-3-8B: this and that" in found.warnings
+
+
 def test_profile_findings_warn_and_refuse_without_denying_the_fit() -> None:
     refused = plan("Qwen/Qwen3-8B", "inf2.48xlarge", tp_degree=8)
     assert refused.fits
@@ -118,6 +144,8 @@ def test_host_memory_warns_and_does_not_refuse() -> None:
 def test_objectives_missed_even_at_best_refuse() -> None:
     hopeless = plan(instance="inf2.8xlarge", tp_degree=2, slo_tpot_ms=5, slo_ttft_ms=1)
     assert len(hopeless.refusals) == 2
+    nearest = plan(slo_tpot_ms=0.1).fit  # where none meets it, the nearest that the host can load
+    assert (nearest.instance.name, nearest.shape.tp_degree) == ("inf2.48xlarge", 24)
     assert "TTFT objective of 1 ms is missed" in hopeless.refusals[0]
     value = plan(instance="inf2.8xlarge", tp_degree=2).performance.tpot_ms
     near = plan(instance="inf2.8xlarge", tp_degree=2, slo_tpot_ms=(value.low + value.value) / 2)
