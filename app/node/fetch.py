@@ -56,7 +56,7 @@ class FetchSettings:
     """How hard to try. ``attempts`` counts tries of a part in a row without a byte gained."""
 
     workers: int = 16
-    part_bytes: int = 8 << 20
+    part_bytes: int = 16 << 20
     attempts: int = 8
     first_pause_s: float = 0.5
     report_every_s: float = 5.0
