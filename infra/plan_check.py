@@ -6,18 +6,19 @@ The figures of a plan that works go into the stack's outputs, its warnings among
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import aws_cdk as cdk
 
-from app.plan.catalogue import UnknownNameError, get_instance
-from app.plan.models import load_model
+from app.plan.catalogue import GIB, UnknownNameError, get_instance
+from app.plan.models import ModelError, load_model
 from app.plan.performance import Estimate
 from app.plan.planner import Plan, Planner, PlanRequest
 from app.plan.prices import DEFAULT_REGION, load_prices
-from app.plan.profiles import get_profile
+from app.plan.profiles import Finding, get_profile
 from infra.settings_model import Settings
 
 AUTO = "auto"
@@ -51,10 +52,12 @@ def make_plan(fleet: Mapping[str, Any], engine: Mapping[str, Any], wanted: Mappi
     profile = get_profile(engine["profile"])
     try:
         model = load_model(engine["model"])
-    except UnknownNameError:
-        if profile.capabilities.neuron:
-            raise
-        return None
+    except (UnknownNameError, ModelError) as error:
+        if not profile.capabilities.neuron:
+            return None
+        if isinstance(error, ModelError):  # a folder here happens to bear the model's name
+            raise UnknownNameError(f"unknown model {engine['model']!r}: {error}") from error
+        raise
     request = PlanRequest(
         model=model,
         profile=profile,
@@ -69,7 +72,21 @@ def make_plan(fleet: Mapping[str, Any], engine: Mapping[str, Any], wanted: Mappi
     # Lengths default to what most requests have; a short model length shortens them rather than failing.
     inputs = wanted["input_tokens"] or max(min(request.input_tokens, request.model_len * 3 // 4), 1)
     outputs = wanted["output_tokens"] or max(min(request.output_tokens, request.model_len - inputs), 1)
-    return Planner(load_prices()).plan(replace(request, input_tokens=inputs, output_tokens=outputs))
+    plan = Planner(load_prices()).plan(replace(request, input_tokens=inputs, output_tokens=outputs))
+    return replace(plan, findings=(*plan.findings, *_root_volume_findings(plan, fleet)))
+
+
+def _root_volume_findings(plan: Plan, fleet: Mapping[str, Any]) -> list[Finding]:
+    """What a root volume smaller than the plan's estimate means: refused where it cannot even hold the
+    checkpoint."""
+    given, needed = fleet.get("root_volume_gib"), plan.fit.root_volume_bytes / GIB
+    if not plan.request.profile.capabilities.neuron or not isinstance(given, int) or given >= needed:
+        return []
+    message = (
+        f"fleet.root_volume_gib {given} is less than the {math.ceil(needed)} GiB that image, checkpoint and "
+        f"artifact of {plan.request.model.name} take by estimate: set it to at least that"
+    )
+    return [Finding(message=message, refuses=given * GIB < plan.fit.checkpoint_bytes)]
 
 
 def settings_plan(settings: Settings) -> Plan | None:

@@ -73,6 +73,11 @@ class Fit:
         return not self.reasons
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """The checkpoint in the dtype that is served."""
+        return _checkpoint_bytes(self.sharding.model, self.shape)
+
+    @property
     def bytes_per_core(self) -> int:
         """Everything on one core."""
         return (
@@ -89,7 +94,7 @@ def fit(model: ModelConfig, instance: InstanceType, shape: Shape) -> Fit:
     weights = sharding.weights_bytes_per_core
     kv = sharding.kv_bytes_per_core(shape.batch_size * shape.max_model_len)
     replicas = instance.cores // shape.tp_degree
-    checkpoint = model.checkpoint_bytes // (2 if shape.weights_dtype == "int8" else 1)
+    checkpoint = _checkpoint_bytes(model, shape)
     result = Fit(
         sharding=sharding,
         instance=instance,
@@ -108,6 +113,10 @@ def fit(model: ModelConfig, instance: InstanceType, shape: Shape) -> Fit:
         warnings=(),
     )
     return Fit(**{**result.__dict__, "reasons": _reasons(result), "warnings": _warnings(result)})
+
+
+def _checkpoint_bytes(model: ModelConfig, shape: Shape) -> int:
+    return model.checkpoint_bytes // (2 if shape.weights_dtype == "int8" else 1)
 
 
 def _activation_bytes(sharding: Sharding, shape: Shape) -> int:

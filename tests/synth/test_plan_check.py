@@ -36,10 +36,26 @@ def test_every_environment_has_a_plan_that_works(environment: str, rehearsal: st
         ({"model": "openai/gpt-oss-20b"}, "unknown model 'openai/gpt-oss-20b'"),
         ({"max_model_len": "100000"}, "more than the 8192 positions"),
         ({"slo_tpot_ms": "3"}, "TPOT objective of 3 ms is missed"),
+        ({"model": "infra"}, "unknown model 'infra': folder infra holds no config.json"),
+        (
+            {"model": "Llama-3-70B", "tp_degree": "24", "root_volume_gib": "130"},
+            "root_volume_gib 130 is less",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_reason(context: dict[str, str], said: str) -> None:
     assert said in mistakes("prod", **context)
+
+
+def test_a_root_volume_under_the_estimate_is_a_warning() -> None:
+    asked = {"model": "Llama-3-70B", "tp_degree": "24", "root_volume_gib": "200"}
+    plan = settings_plan(load_settings("prod", asked))
+    assert plan is not None
+    assert plan.refusals == ()
+    assert "root_volume_gib 200 is less than the 365 GiB" in plan.warnings[-1]
+    enough = settings_plan(load_settings("prod", {**asked, "root_volume_gib": "365"}))
+    assert enough is not None
+    assert not any("root_volume_gib" in warning for warning in enough.warnings)
 
 
 def test_a_refusal_proposes_the_nearest_that_fits() -> None:
