@@ -24,6 +24,7 @@ import os
 import platform
 import random
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -297,6 +298,8 @@ def main(arguments: list[str] | None = None) -> int:
     if options.once:
         fetch_once(*options.once)
         return 0
+    # Whoever ends it early gets nginx and the files removed too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     aws = shutil.which("aws")
     missing = [name for name in ("nginx", "curl", "xargs", "sha256sum") if not shutil.which(name)]
     if aws is None or missing:
