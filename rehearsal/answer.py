@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import openai
 
 QUESTION = "What is the capital of France?"
@@ -44,7 +43,8 @@ def ask(
     Raises:
         openai.OpenAIError: the endpoint refused or the stream broke.
     """
-    http = httpx.Client(verify=ssl.create_default_context(cafile=authority) if authority else True)
+    trust = ssl.create_default_context(cafile=authority) if authority else True
+    http = openai.DefaultHttpxClient(verify=trust)
     client = openai.OpenAI(
         base_url=f"{url}/v1", api_key="none", timeout=120.0, max_retries=0, http_client=http
     )
