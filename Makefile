@@ -8,7 +8,7 @@ export JSII_SILENCE_WARNING_UNTESTED_NODE_VERSION := 1
 export CDK_DISABLE_CLI_TELEMETRY := true
 
 .PHONY: help setup up down serve synth check lint types unit synth-test test test-node test-serve test-rehearsal \
-	numa-proof bench lock clean
+	numa-proof bench bench-streaming lock clean
 
 help: ## Show this list
 	@awk -F':.*## ' '/^[a-z][a-z-]*:.*## /{printf "  \033[36mmake %-15s\033[0m %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -61,6 +61,9 @@ numa-proof: setup ## Prove the planned binding on an emulated machine with four 
 
 bench: setup ## Side by side with peers, on this machine
 	@$(PY) -m bench
+
+bench-streaming: setup ## Streaming beside vLLM's own server and Serve's proxies
+	@scripts/engine_venv.sh && .venv-engine/bin/python -m bench.streaming
 
 lock: setup ## Resolve the lock files anew
 	@scripts/lock.sh
