@@ -13,10 +13,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from app.serve.bodies import BodyTooLarge as BodyTooLarge
+from app.serve.bodies import read_body as read_body
 from app.serve.engines.base import Engine, RequestRefused, TextRequest
 from app.serve.errors import Receive, Send, send_error
-
-MAX_BODY_BYTES = 4 * 1024 * 1024
 
 
 class GenerateBody(BaseModel):
@@ -30,29 +30,6 @@ class GenerateBody(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     stop: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list, max_length=16)
     seed: int | None = None
-
-
-class BodyTooLarge(ValueError):
-    """The request's body is over the limit."""
-
-
-async def read_body(receive: Receive) -> bytes:
-    """The whole request body.
-
-    Raises:
-        BodyTooLarge: it is over :data:`MAX_BODY_BYTES`; the rest is not read.
-        ConnectionError: the client went away.
-    """
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ConnectionError("the client went away")
-        body += message.get("body", b"")
-        if len(body) > MAX_BODY_BYTES:
-            raise BodyTooLarge(f"the request body is over {MAX_BODY_BYTES} bytes")
-        if not message.get("more_body", False):
-            return bytes(body)
 
 
 def parse_body(raw: bytes) -> GenerateBody:

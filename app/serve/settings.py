@@ -51,6 +51,21 @@ class ReplicaSettings(AdmissionSettings):
     ready_fresh_s: float = Field(default=10.0, gt=0, description="a token this recent proves readiness")
     ready_deadline_s: float = Field(default=4.0, gt=0, description="how long one canary token may take")
 
+    front_door: Literal["proxy", "direct"] = Field(
+        default="proxy", description="direct: the host's one replica listens on http_port itself"
+    )
+    http_port: int = Field(default=8000, ge=0, le=65535, description="of a direct replica; 0: any")
+    http_host: str = Field(default="0.0.0.0", description="address of a direct replica")
+    keep_alive_s: int = Field(default=75, ge=1, description="a direct replica keeps idle connections so long")
+    heartbeat_s: float = Field(default=15.0, gt=0, description="a silent stream gets a comment this often")
+    body_timeout_s: float = Field(default=30.0, gt=0, description="for the request's body to come")
+    first_token_timeout_s: float = Field(default=600.0, gt=0, description="queue and prefill of a stream")
+    token_timeout_s: float = Field(default=60.0, gt=0, description="between two tokens of a stream")
+    write_timeout_s: float = Field(
+        default=20.0, gt=0, description="a client that reads nothing for so long is dropped"
+    )
+    max_body_bytes: int = Field(default=4 * 1024 * 1024, ge=1024, description="of a request")
+
     emulated_ttft_ms: float = Field(default=50.0, ge=0)
     emulated_itl_ms: float = Field(default=10.0, ge=0)
     emulated_output_tokens: int = Field(
@@ -111,6 +126,8 @@ def node_settings(node: NodeConfig, artifacts: Path = ARTIFACTS) -> dict[str, An
         "max_model_len": node.engine.max_model_len,
         "dtype": node.engine.dtype,
         "request_timeout_s": node.serve.request_timeout_s,
+        "http_port": node.serve.http_port,
+        "keep_alive_s": node.serve.keep_alive_s,
     }
 
 

@@ -14,9 +14,12 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.serve.inprocess import Local
 
 # Ray reads its authentication mode when it is imported, which other test modules do at collection.
 _HOME = Path(tempfile.mkdtemp(prefix="nf-test-"))
@@ -130,6 +133,17 @@ def emulated(deploy: Deploy) -> App:
         ready_fresh_s="0.5",
         ready_deadline_s="1.5",
     )
+
+
+@pytest.fixture(scope="session")
+def local(model_dir: Path) -> Iterator[Local]:
+    """The front and our own server over an emulated engine in this process."""
+    from tests.serve.inprocess import local_front
+
+    with local_front(
+        model_dir, emulated_ttft_ms=5, emulated_itl_ms=1, batch_size=8, queue_limit=64, max_model_len=4096
+    ) as running:
+        yield running
 
 
 def take_down() -> None:

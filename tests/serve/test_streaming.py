@@ -160,7 +160,8 @@ def test_beyond_the_queue_is_answered_at_once(app: App) -> None:
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
         thread.start()
-    wait_for(lambda: gauge(app.url, "vllm:num_requests_waiting") == 4, 10, "four requests wait")
+    held = ("neuronfleet_admission_running", "neuronfleet_admission_queue_length")
+    wait_for(lambda: sum(gauge(app.url, name) for name in held) == 8, 10, "four requests run and four wait")
     started = time.monotonic()
     refused = post(app.url, "/v1/completions", completion(app, max_tokens=1))
     assert time.monotonic() - started < 1.0

@@ -51,7 +51,7 @@ def test_the_replica_is_ready_lists_its_model_and_serves_the_raw_form(app: App) 
     assert "Paris" in post(app.url, "/generate", body).text
     refused = post(app.url, CHAT, question("long " * 200, 4))
     assert refused.status_code == 400
-    assert "expected 1 to 127" in refused.json()["error"]["message"]
+    assert "127" in refused.json()["error"]["message"]
 
 
 def test_a_client_that_goes_away_frees_its_slot(app: App) -> None:

@@ -24,9 +24,7 @@ from app.plan.engine_arguments import engine_arguments, engine_environment
 from app.plan.profiles import EngineArguments, EngineProfile
 from app.serve.engines.base import Engine, RequestRefused, TextRequest, TokenNote
 from app.serve.settings import ReplicaSettings
-
-_KEEP_ALIVE_COMMENT_S = 15
-"""An idle stream (queued, in prefill) gets an SSE comment this often, so that no idle timeout cuts it."""
+from app.serve.sse import install_encoders
 
 
 def vllm_arguments(settings: ReplicaSettings, profile: EngineProfile) -> list[str]:
@@ -166,11 +164,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         from vllm.entrypoints.openai.cli_args import make_arg_parser
 
     parser = make_arg_parser(FlexibleArgumentParser())
-    known = {action.dest for action in parser._actions}
-    front = ["--disable-fastapi-docs"]
-    if "sse_keep_alive_interval" in known:
-        front += ["--sse-keep-alive-interval", str(_KEEP_ALIVE_COMMENT_S)]
-    parsed: argparse.Namespace = parser.parse_args([*arguments, *front])
+    parsed: argparse.Namespace = parser.parse_args([*arguments, "--disable-fastapi-docs"])
     return parsed
 
 
@@ -239,6 +233,7 @@ async def _build_app(client: Any, arguments: argparse.Namespace) -> Any:
         await init_app_state(client, app.state, arguments, tasks)
     # vLLM ends "its" uvicorn server on an engine error; here Serve replaces the replica (check_health).
     app.state.server = types.SimpleNamespace(should_exit=False)
+    install_encoders(app.state)
     for name in ("vllm", "uvicorn.error"):
         logging.getLogger(name).setLevel(logging.WARNING)
     return app
