@@ -257,6 +257,8 @@ def extrapolations(replica: ReplicaModel, work: Workload, *, engine: str) -> tup
         if not low <= value <= high:
             measured = f"{low:g}" if low == high else f"{low:g} to {high:g}"
             found.append(f"{label} {value:g} (measured: {measured})")
+    if model.head_dim != FITTED_HEAD_DIM:
+        found.append(f"head size {model.head_dim} (measured: {FITTED_HEAD_DIM})")
     if engine != "transformers_neuronx":
         found.append(
             "nobody has published a measurement of NxD Inference with vLLM on Inf2 "

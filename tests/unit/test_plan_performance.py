@@ -179,6 +179,8 @@ def test_extrapolation_is_said() -> None:
         "nobody has published",
     ):
         assert said in text
+    small = extrapolations(replica("TinyLlama-1.1B"), work, engine="transformers_neuronx")
+    assert "head size 64 (measured: 128)" in small
 
 
 def test_score_of_the_given_rows(rows) -> None:
