@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -52,9 +53,10 @@ class Ask:
 
 def token_counter(model_dir: Path) -> CountTokens | None:
     """Counts tokens with the model's own tokenizer, of an instance of its own (the engine's is not to be used
-    from two threads at once). None where the folder has no ``tokenizer.json``."""
+    from two threads at once). None where the folder has no ``tokenizer.json``,
+    or the venv no ``tokenizers``."""
     path = model_dir / "tokenizer.json"
-    if not path.is_file():
+    if not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return None
     # By name: the engine's venv has it, the one where types are checked does not.
     tokenizer = importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
