@@ -7,10 +7,11 @@ from constructs import Construct
 
 from infra.artifacts import ArtifactStore
 from infra.bundle import Bundle
+from infra.dashboard import Dashboard
 from infra.edge import Edge
 from infra.fleet import Fleet, FleetParts
 from infra.network import Network
-from infra.plan_check import record_plan, settings_plan
+from infra.plan_check import plan_markdown, record_plan, settings_plan
 from infra.security import HostSecurity
 from infra.settings import Settings
 from infra.tags import ENVIRONMENT_TAG
@@ -65,6 +66,16 @@ class FleetStack(cdk.Stack):
                 bundle=bundle,
             ),
         )
+        plan = settings_plan(settings)
+        Dashboard(
+            self,
+            "Dashboard",
+            name=f"neuronfleet-{settings.environment}",
+            plan=plan_markdown(plan),
+            edge=edge,
+            fleet=fleet,
+        )
+        record_plan(self, plan)
         _output(self, "Url", edge.url, "Where clients connect")
         _output(
             self, "FleetGroupName", fleet.hosts.group.auto_scaling_group_name, "Auto Scaling group of hosts"
@@ -79,7 +90,6 @@ def add_stacks(app: cdk.App, settings: Settings, bundle: Bundle) -> tuple[StoreS
     name = f"neuronfleet-{settings.environment}"
     store = StoreStack(app, f"{name}-store", settings)
     fleet = FleetStack(app, name, settings, store.store, bundle)
-    record_plan(fleet, settings_plan(settings))
     cdk.Tags.of(app).add(ENVIRONMENT_TAG, settings.environment)
     return store, fleet
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import aws_cdk as cdk
 import pytest
 from aws_cdk.assertions import Annotations, Match, Template
 
+from infra.bundle import Bundle
 from infra.plan_check import plan_markdown, record_plan, settings_plan
 from infra.settings import SettingsError, environment_names, load_settings
+from infra.stacks import add_stacks
 
 
 def mistakes(environment: str, **context: str) -> str:
@@ -104,3 +109,16 @@ def test_figures_become_outputs_and_warnings_annotations() -> None:
     noted = [str(item.entry.data) for item in found]
     assert any("extrapolated" in text for text in noted)
     assert f"| {outputs['PlanTpotMs']['Value']} |" in plan_markdown(plan)
+
+
+def test_the_dashboard_shows_the_plan_beside_what_is_measured(tmp_path: Path) -> None:
+    bundle = tmp_path / "bundle.zip"
+    bundle.write_bytes(b"a bundle")
+    settings = load_settings("dev")
+    _, fleet = add_stacks(cdk.App(), settings, Bundle(path=bundle, sha256="0" * 64))
+    (board,) = Template.from_stack(fleet).find_resources("AWS::CloudWatch::Dashboard").values()
+    body = json.dumps(board["Properties"]["DashboardBody"])
+    for words in ("TargetResponseTime", "HealthyHostCount", "GroupInServiceInstances"):
+        assert words in body
+    for line in plan_markdown(settings_plan(settings)).splitlines():
+        assert line in body
