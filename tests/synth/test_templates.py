@@ -400,7 +400,8 @@ def test_a_rehearsal_differs_in_profile_model_and_image_only(synth: Synth, envir
     for path in changed_paths(plain.fleet, rehearsed.fleet):
         assert re.search(
             # The plan's figures follow from profile and model.
-            r"^/Parameters/SsmParameterValue|/LaunchTemplateData/(ImageId|UserData)|^/Outputs/Plan",
+            r"^/Parameters/SsmParameterValue|/LaunchTemplateData/(ImageId|UserData)|^/Outputs/Plan"
+            r"|/DashboardBody",
             path,
         ), path
     for before, after in zip(node_configs(plain), node_configs(rehearsed), strict=True):
