@@ -65,6 +65,7 @@ def described(load: Load) -> dict[str, Any]:
     """One run's numbers."""
     return {
         "tokens_per_s": round(load.tokens / load.seconds),
+        "tokens_per_event": round(load.tokens / max(load.events, 1), 2),
         "cpu_s_per_1000_tokens": round(load.server_cpu_s / max(load.tokens, 1) * 1000, 4),
         "client_cpu": round(load.client_cpu_s / load.seconds, 2),
         "ttft_p50_ms": percentile(load.ttft, 0.5),
@@ -133,6 +134,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         "ttft_p99_ms": "p99",
         "itl_p50_ms": "ITL p50 ms",
         "itl_p99_ms": "p99",
+        "tokens_per_event": "tokens / event",
         "client_cpu": "load's cores",
         "noise": "noise",
         "lost": "lost",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from typing import Any
 
@@ -60,6 +61,7 @@ async def _in_process(kind: str, port: int, itl_ms: float) -> None:
     await server.start()
     print("ready", flush=True)
     await asyncio.to_thread(sys.stdin.read)
+    os._exit(0)  # threads of vLLM's are not waited for
 
 
 def _behind_proxy(port: int, itl_ms: float) -> None:
