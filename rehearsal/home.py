@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import Any
 
 from app.operate.target import REHEARSAL_HOME, rehearsal_state
 from rehearsal.interfaces import RehearsalError
+from rehearsal.loadbalancer import DEFAULT_PORTS, PORT_VARIABLES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -45,6 +47,34 @@ class Home:
     def state(self) -> dict[str, Any] | None:
         """What the running daemon says of itself, None when none runs."""
         return rehearsal_state(self.path)
+
+
+def require_free_port(home: Home, listener: int) -> None:
+    """Say that the load balancer's port is in use before anything is made, not when the hosts wait for it.
+
+    Args:
+        home: the rehearsal; when its load balancer listens already, the port is its own.
+        listener: the listener's port in the environment, 80 or 443.
+
+    Raises:
+        RehearsalError: something else listens there; names the port and the variable that moves it.
+    """
+    if home.state() and (home.path / "run/loadbalancer.ports").exists():
+        return
+    variable = PORT_VARIABLES[listener]
+    chosen = os.environ.get(variable) or str(DEFAULT_PORTS[listener])
+    if not chosen.isdigit() or not 1 <= int(chosen) <= 65535:
+        raise RehearsalError(f"{variable} is {chosen!r}: expected a port from 1 to 65535")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", int(chosen)))
+        except OSError as error:
+            raise RehearsalError(
+                f"port {chosen} of this machine, where the load balancer's listener {listener} is to be: "
+                f"{error.strerror}. End what listens there, or set {variable} to a free port (after "
+                "`make down`, when a rehearsal runs)"
+            ) from error
 
 
 def start_daemon(home: Home, *, timeout_s: float = 60.0, progress: Callable[[str], None]) -> dict[str, Any]:

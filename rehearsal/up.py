@@ -17,7 +17,7 @@ from rehearsal import timeline
 from rehearsal.answer import Answer, ask
 from rehearsal.artifact import prepare_artifact, publish_artifact
 from rehearsal.deploy import Cdk, ensure_bundle, import_certificate
-from rehearsal.home import Home, default_home, start_daemon
+from rehearsal.home import Home, default_home, require_free_port, start_daemon
 from rehearsal.image import ensure_image
 from rehearsal.interfaces import RehearsalError
 from rehearsal.platform import image_variant
@@ -62,6 +62,7 @@ def up(environment: str, context: dict[str, str], steps: Steps) -> Answer:
     started = float(os.environ.get("NEURONFLEET_UP_STARTED") or time.time())
     settings = load_settings(environment, {"rehearsal": "true", **context})
     home = Home(default_home())
+    require_free_port(home, 443 if settings.edge.https else 80)
     with steps.step("AWS API, metadata service and network"):
         state = start_daemon(home, progress=steps.say)
     with steps.step("Root image"):

@@ -50,6 +50,7 @@ def logs(
     console: Annotated[
         bool, typer.Option("--console", help="The console output (works before boot ended).")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout.")] = False,
 ) -> None:
     """Print a host's log (its units' journal, or its console)."""
     from app.operate.remote import run_on_hosts
@@ -68,14 +69,30 @@ def logs(
     instance_id = chosen[0].instance_id
     if console:
         output = target.client("ec2").get_console_output(InstanceId=instance_id).get("Output", "")
-        typer.echo("\n".join(output.splitlines()[-lines:]))
+        _print_log(instance_id, output.splitlines()[-lines:], as_json)
         return
     # Run Command cuts its output at 24,000 characters and keeps the first: cut here and keep the newest.
     command = f"journalctl --no-pager -o cat -n {lines} -u {shlex.quote(unit)} | tail -c 23000"
     result = run_on_hosts(target.client("ssm"), {instance_id: command})[instance_id]
     if result.error:
         raise _fail(f"{instance_id}: {result.error}. Its console: neuronfleet logs {host} --console")
-    typer.echo(result.output, nl=False)
+    _print_log(instance_id, result.output.splitlines(), as_json)
+
+
+def _print_log(instance_id: str, lines: list[str], as_json: bool) -> None:
+    """The lines as they are, or one document in which structured lines are objects and others strings."""
+    if not as_json:
+        typer.echo("\n".join(lines))
+        return
+    typer.echo(json.dumps({"instance_id": instance_id, "lines": [_parsed(line) for line in lines]}, indent=2))
+
+
+def _parsed(line: str) -> object:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return line
+    return found if isinstance(found, dict) else line
 
 
 def register(app: typer.Typer) -> None:
