@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from rehearsal.interfaces import RehearsalError
 from rehearsal.tls import ensure_tls
 
 Say = Callable[[str], None]
+# What the reconciler cannot do without, as its faults name it.
+_FATAL = ("load balancer", "network")
 
 
 class Cdk:
@@ -64,17 +67,22 @@ class Cdk:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                # A session of its own: Ctrl-C reaches this program, which ends it, and not its wrapper too.
+                start_new_session=True,
             )
             try:
                 while process.poll() is None:
                     events, offset = read_events(self.home, offset)
                     for event in events:
+                        if event["kind"] == "fault" and event["what"] in _FATAL:
+                            # No host can become healthy any more: better now than after the boot's timeout.
+                            raise RehearsalError(f"{event['message']}. `make down`, mend it, `make up`")
                         # Resources pass by; what happens to hosts and signals is what a person waits for.
                         if event["kind"] != "resource.status" or str(event["status"]).endswith("_FAILED"):
                             say(str(event["message"]))
                     time.sleep(0.2)
             except BaseException:
-                process.terminate()
+                os.killpg(process.pid, signal.SIGTERM)
                 process.wait(20)
                 raise
         if process.returncode != 0:

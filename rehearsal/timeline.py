@@ -64,7 +64,9 @@ def table(status: Status, clock: Clock, answer: Answer) -> Table:
         "deploy", f"{clock.deployed - clock.deploy_started:.1f}", "cdk deploy until every host signalled"
     )
     slowest: dict[str, tuple[float, str]] = {}
-    for host in status.hosts:
+    # Hosts of an earlier `make up` booted then, not now.
+    booted = [host for host in status.hosts if (_launched(host) or 0.0) >= clock.started]
+    for host in booted:
         for phase, seconds in phases(host).items():
             if seconds > slowest.get(phase, (-1.0, ""))[0]:
                 slowest[phase] = (seconds, host.instance_id)

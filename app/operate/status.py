@@ -11,6 +11,9 @@ from botocore.exceptions import ClientError
 from app.operate.remote import run_on_hosts
 from app.operate.target import OperateError, Target, ask_rehearsal
 
+_ROLES = {"HeadGroup": "head", "FleetGroup": "fleet"}
+"""Fixed logical ids of the Auto Scaling groups."""
+
 HOST_STATUS_COMMAND = "/opt/neuronfleet/venv/bin/neuronfleet-node status"
 
 
@@ -56,8 +59,8 @@ def environments(target: Target) -> list[str]:
     for page in target.client("cloudformation").get_paginator("describe_stacks").paginate():
         for stack in page["Stacks"]:
             name = stack["StackName"]
-            if name.startswith("neuronfleet-") and not name.endswith("-store"):
-                names.add(name.removeprefix("neuronfleet-"))
+            if name.startswith("neuronfleet-"):
+                names.add(name.removeprefix("neuronfleet-").removesuffix("-store"))
     return sorted(names)
 
 
@@ -85,12 +88,8 @@ def choose_environment(target: Target, wanted: str | None) -> str:
 def read_status(target: Target, environment: str, *, ask_hosts: bool = True) -> Status:
     """Ask the API, and each host by Run Command, what the environment is doing."""
     stacks, outputs = _stacks(target, environment)
-    groups = {
-        role: outputs[key]
-        for role, key in (("head", "HeadGroupName"), ("fleet", "FleetGroupName"))
-        if key in outputs
-    }
-    hosts, failures = _hosts(target, groups, outputs.get("TargetGroupArn"))
+    groups, target_group_arn = _resources(target, environment)
+    hosts, failures = _hosts(target, groups, target_group_arn)
     if ask_hosts:
         hosts = _with_own_words(target, hosts)
     return Status(
@@ -117,6 +116,29 @@ def _stacks(target: Target, environment: str) -> tuple[list[dict[str, Any]], dic
         )
         outputs |= {item["OutputKey"]: item["OutputValue"] for item in stack.get("Outputs", [])}
     return stacks, outputs
+
+
+def _resources(target: Target, environment: str) -> tuple[dict[str, str], str | None]:
+    """Role -> Auto Scaling group, and the target group: from the stack's resources, which are there while it
+    is still being made and has no outputs yet."""
+    groups: dict[str, str] = {}
+    target_group_arn = None
+    pages = target.client("cloudformation").get_paginator("list_stack_resources")
+    try:
+        found = [
+            item
+            for page in pages.paginate(StackName=f"neuronfleet-{environment}")
+            for item in page["StackResourceSummaries"]
+            if item.get("PhysicalResourceId")
+        ]
+    except ClientError:
+        return {}, None
+    for item in found:
+        if item["LogicalResourceId"] in _ROLES:
+            groups[_ROLES[item["LogicalResourceId"]]] = item["PhysicalResourceId"]
+        elif item["ResourceType"] == "AWS::ElasticLoadBalancingV2::TargetGroup":
+            target_group_arn = item["PhysicalResourceId"]
+    return groups, target_group_arn
 
 
 def _hosts(

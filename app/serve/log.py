@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from typing import Any
@@ -37,14 +38,24 @@ class JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
             **self._fields,
         }
-        line.update({key: value for key, value in record.__dict__.items() if key not in _STANDARD})
+        line.update(
+            {
+                key: value
+                for key, value in record.__dict__.items()
+                if key not in _STANDARD and not key.startswith("_ray_")
+            }
+        )
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
 
 
 def configure_logging(**fields: Any) -> logging.Logger:
-    """Set up the serving logger once a process; ``fields`` appear on each of its lines."""
+    """Set up the serving logger once a process; ``fields`` appear on each of its lines, and so do the
+    instance and the environment on a host (its units' environment names them)."""
+    for key in ("instance_id", "environment"):
+        if value := os.environ.get(f"NEURONFLEET_{key.upper()}"):
+            fields.setdefault(key, value)
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.INFO)
     logger.propagate = False
