@@ -15,6 +15,8 @@ from collections.abc import Coroutine
 from dataclasses import fields
 from typing import Any
 
+from app.node.topology.metrics import TopologyCollector
+from app.node.topology.model import TOPOLOGY_PATH
 from app.serve.admission_factory import make_admission
 from app.serve.admission_queue import Admission, Overloaded
 from app.serve.admission_request import NeverFits
@@ -224,7 +226,11 @@ class Front:
 def front_for(engine: Engine, readiness: Readiness, settings: ReplicaSettings, replica: str) -> Front:
     """The front of a replica with these settings."""
     limits = StageLimits(**{item.name: getattr(settings, item.name) for item in fields(StageLimits)})
-    return Front(engine, readiness, make_admission(settings), replica, limits, settings.max_body_bytes)
+    admission = make_admission(settings)
+    if TOPOLOGY_PATH.exists():
+        # A host with a plan: its warnings and the live binding reach whoever scrapes the replica.
+        admission.metrics.registry.register(TopologyCollector())
+    return Front(engine, readiness, admission, replica, limits, settings.max_body_bytes)
 
 
 def _replay(raw: bytes, gone: asyncio.Event) -> Receive:
