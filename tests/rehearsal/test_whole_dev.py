@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 
@@ -89,6 +90,13 @@ def test_services_run_as_their_own_user_and_ray_asks_for_its_token(dev: Deployed
         line.split()[1] for line in listening.splitlines()[1:] if line.split()[1].endswith(f":{8265:04X}")
     ]
     assert dashboard and all(address.startswith("0100007F") for address in dashboard), dashboard
+
+
+def test_the_replica_tells_its_binding_to_whoever_scrapes_it(dev: Deployed) -> None:
+    text = httpx.get(f"{dev.url}/metrics", timeout=30).text
+    assert "neuronfleet_topology_plan 1.0" in text
+    assert 'neuronfleet_raylet_bound{raylet="0"} 1.0' in text
+    assert "neuronfleet_admission_admitted_total" in text
 
 
 def test_a_second_make_up_changes_nothing(dev: Deployed) -> None:
