@@ -47,6 +47,7 @@ synth-test:
 test: check test-node test-serve test-rehearsal ## Every test that needs no AWS account
 
 test-node: setup
+	@[ "$$(id -u)" != 0 ] || scripts/debian_packages.sh
 	@$(PY) -m pytest tests/node -q
 
 test-serve: setup

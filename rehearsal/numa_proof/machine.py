@@ -27,11 +27,11 @@ DISTANCES = {(0, 1): 12, (2, 3): 12, (0, 2): 32, (0, 3): 32, (1, 2): 32, (1, 3):
 
 _GUEST_MODULES = ("rehearsal.numa_proof.guest", "argparse", "encodings.ascii")  # the others: of neuron-ls
 
+# The file system in memory holds the checkout at its own path, so nothing is mounted over what may hold one.
 _INIT = """#!/bin/busybox sh
 /bin/busybox mount -t proc proc /proc
 /bin/busybox mount -t sysfs sysfs /sys
 /bin/busybox mount -t devtmpfs devtmpfs /dev
-/bin/busybox mount -t tmpfs tmpfs /tmp
 /bin/busybox mount -t tmpfs tmpfs /run
 /bin/busybox mkdir -p /dev/shm
 /bin/busybox mount -t tmpfs tmpfs /dev/shm
@@ -71,6 +71,7 @@ def install_programs() -> None:
         raise ProofError(
             f"numa-proof needs the Debian packages {' '.join(packages)}; install them, or run as root"
         )
+    _update_package_lists()
     done = subprocess.run(
         ["apt-get", "install", "-y", "--no-install-recommends", *packages], capture_output=True, text=True
     )
@@ -78,11 +79,17 @@ def install_programs() -> None:
         raise ProofError(f"apt-get install {' '.join(packages)} failed: {done.stderr.strip()[-400:]}")
 
 
+def _update_package_lists() -> None:
+    """A new machine has none; where they cannot be had, the step that needs them says what it lacks."""
+    subprocess.run(["apt-get", "update", "-qq"], capture_output=True, check=False)
+
+
 def kernel() -> Path:
     """A distribution kernel, downloaded once; it is unpacked, not installed."""
     found = sorted(CACHE.glob("kernel/boot/vmlinuz-*"))
     if found:
         return found[-1]
+    _update_package_lists()
     reasons = []
     for package in KERNEL_PACKAGES:
         listed = subprocess.run(["apt-cache", "depends", package], capture_output=True, text=True).stdout
