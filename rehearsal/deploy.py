@@ -20,6 +20,8 @@ from rehearsal.tls import ensure_tls
 Say = Callable[[str], None]
 # What the reconciler cannot do without, as its faults name it.
 _FATAL = ("load balancer", "network")
+_TOO_MANY_DEATHS = 3
+"""The group replaces a host that dies, without end; after so many the next one will not fare better."""
 
 
 class Cdk:
@@ -59,6 +61,7 @@ class Cdk:
         self.home.logs.mkdir(parents=True, exist_ok=True)
         log = self.home.logs / f"cdk-{name}.log"
         offset = self.home.events.stat().st_size if self.home.events.exists() else 0
+        died = 0
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [str(REPOSITORY / "node_modules/.bin/cdk"), "--ci", *arguments],
@@ -74,6 +77,12 @@ class Cdk:
                 while process.poll() is None:
                     events, offset = read_events(self.home, offset)
                     for event in events:
+                        died += event["kind"] == "instance.died"
+                        if died >= _TOO_MANY_DEATHS:
+                            raise RehearsalError(
+                                f"{died} hosts died while booting ({event['message']}); their consoles: "
+                                f"{self.home.path / 'consoles'}"
+                            )
                         if event["kind"] == "fault" and event["what"] in _FATAL:
                             # No host can become healthy any more: better now than after the boot's timeout.
                             raise RehearsalError(f"{event['message']}. `make down`, mend it, `make up`")
