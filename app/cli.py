@@ -14,6 +14,7 @@ _COMMAND_MODULES = (
     "app.plan.commands",
     "app.node.topology.commands",
     "app.compile.commands",
+    "app.compile.compile_command",
     "app.operate.commands",
 )
 

@@ -15,7 +15,7 @@ from app.compile.manifest import MANIFEST_NAME, ArtifactFile, Manifest
 from app.plan.profiles import get_profile
 
 CHUNK_BYTES = 1 << 20
-COMPILED_FOLDER = "neuron-compiled-artifacts"
+COMPILED_FOLDERS = ("compiled", "neuron-compiled-artifacts")
 """What a compilation adds to a model's own files, and so no part of the model's digest."""
 
 Advance = Callable[[int], None]
@@ -102,7 +102,9 @@ def hash_files(
 
 def model_digest(files: list[ArtifactFile]) -> str:
     """One sha256 over the model's own files: their paths, sizes and digests, compiled files left out."""
-    own = [file for file in files if not file.path.startswith(f"{COMPILED_FOLDER}/")]
+    own = [
+        file for file in files if file.path.split("/", 1)[0] not in COMPILED_FOLDERS or "/" not in file.path
+    ]
     lines = "".join(f"{file.sha256} {file.size} {file.path}\n" for file in sorted(own, key=lambda f: f.path))
     return hashlib.sha256(lines.encode()).hexdigest()
 
