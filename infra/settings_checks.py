@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from app.plan.profiles import PROFILES
-from infra.settings_model import FOLLOW_PROFILE
+from infra.compile_limit import job_instance, limit_minutes
+from infra.settings_model import FOLLOW_PROFILE, CompileSettings
 
 
 def contradictions(values: Mapping[str, Any]) -> Iterator[str]:
@@ -106,6 +107,27 @@ def _check_open_http(s: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _check_compile_job(s: Mapping[str, Any]) -> str | None:
+    wanted = CompileSettings(**{key: s[key] for key in CompileSettings.model_fields if key in s})
+    if not wanted.compile_job:
+        return None
+    profile = PROFILES[s["profile"]]
+    if not profile.capabilities.neuron:
+        return (
+            f"compile.compile_job = true: engine profile {profile.name} compiles nothing; allowed: "
+            "false, or a Neuron profile"
+        )
+    try:
+        instance = job_instance(wanted.compile_instance_type, int(s["tp_degree"]))
+    except ValueError as error:
+        return f"compile.compile_instance_type: {error}; allowed: auto, or a larger size"
+    try:
+        limit_minutes(instance, wanted.compile_minutes, wanted.compile_usd)
+    except ValueError as error:
+        return f"compile.compile_usd = {wanted.compile_usd}: {error}; allowed: more"
+    return None
+
+
 _CHECKS: tuple[Callable[[Mapping[str, Any]], str | None], ...] = (
     _check_capacity,
     _check_head,
@@ -117,4 +139,5 @@ _CHECKS: tuple[Callable[[Mapping[str, Any]], str | None], ...] = (
     _check_vpc,
     _check_certificate,
     _check_open_http,
+    _check_compile_job,
 )

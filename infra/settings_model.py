@@ -124,6 +124,25 @@ class PlanSettings(Frozen):
     slo_tpot_ms: Whole = Field(default=0, ge=0, description="0 (none) or the time per token to keep, ms")
 
 
+class CompileSettings(Frozen):
+    """The compile job: a stack of its own, added when asked for."""
+
+    compile_job: Flag = Field(
+        default=False, description="true (a third stack, neuronfleet-<env>-compile) or false"
+    )
+    compile_instance_type: Literal["auto"] | InstanceType = Field(
+        default="auto",
+        description=f"auto (the smallest with the cores of a replica) or one of "
+        f"{', '.join(get_args(InstanceType))}",
+    )
+    compile_minutes: Whole = Field(
+        default=120, ge=30, le=480, description="30 to 480 minutes from boot, after which the instance ends"
+    )
+    compile_usd: Whole = Field(
+        default=10, ge=1, le=200, description="1 to 200 USD of instance time that one job may cost"
+    )
+
+
 class NetworkSettings(Frozen):
     """The VPC, and how hosts reach AWS."""
 
@@ -188,6 +207,7 @@ class Settings(Frozen):
     fleet: FleetSettings
     engine: EngineSettings
     plan: PlanSettings = Field(default=PlanSettings(), description="a table")
+    compile: CompileSettings = Field(default=CompileSettings(), description="a table")
     network: NetworkSettings
     edge: EdgeSettings
     operations: OperationsSettings

@@ -1,4 +1,4 @@
-"""Composition only: which constructs an environment's two stacks hold, and what they hand to each other."""
+"""Composition only: which constructs an environment's stacks hold, and what they hand to each other."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from constructs import Construct
 
 from infra.artifacts import ArtifactStore
 from infra.bundle import Bundle
+from infra.compile_job import CompileJob
 from infra.dashboard import Dashboard
 from infra.edge import Edge
 from infra.fleet import Fleet, FleetParts
@@ -85,11 +86,26 @@ class FleetStack(cdk.Stack):
             _output(self, "HeadGroupName", fleet.head.group.auto_scaling_group_name, "Group of the head host")
 
 
+class CompileStack(cdk.Stack):
+    """The compile job, for environments that ask for it."""
+
+    def __init__(
+        self, scope: Construct, construct_id: str, settings: Settings, store: ArtifactStore, bundle: Bundle
+    ) -> None:
+        super().__init__(scope, construct_id, description=f"NeuronFleet {settings.environment}: compile job")
+        job = CompileJob(self, "Job", settings, store.import_artifacts(self), bundle)
+        _output(
+            self, "CompileDocumentName", job.automation.ref, "SSM Automation document to start a job with"
+        )
+
+
 def add_stacks(app: cdk.App, settings: Settings, bundle: Bundle) -> tuple[StoreStack, FleetStack]:
     """Add an environment's stacks. Account and region stay open: where they go is decided at deploy."""
     name = f"neuronfleet-{settings.environment}"
     store = StoreStack(app, f"{name}-store", settings)
     fleet = FleetStack(app, name, settings, store.store, bundle)
+    if settings.compile.compile_job:
+        CompileStack(app, f"{name}-compile", settings, store.store, bundle)
     cdk.Tags.of(app).add(ENVIRONMENT_TAG, settings.environment)
     return store, fleet
 

@@ -32,6 +32,7 @@ SKIPPED = COMPILED_FOLDERS
 """Folders of an earlier compilation that a model's folder may hold: no part of the model."""
 GATED_OWNERS = frozenset({"meta-llama"})
 """Owners whose models can be had only with a token, after their licence was accepted."""
+_CORES_PER_DEVICE = 2  # of Inferentia2
 _GIB = 1024**3
 _GRAPH_BYTES = 2 * _GIB
 _EMULATED_BYTES = _GIB // 2
@@ -71,7 +72,7 @@ class Machine:
     """What the check must know of this machine; tests give another."""
 
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    devices: Callable[[], bool] = lambda: any(Path("/dev").glob("neuron[0-9]*"))
+    devices: Callable[[], int] = lambda: len(list(Path("/dev").glob("neuron[0-9]*")))
     free_bytes: Callable[[Path], int] = lambda path: shutil.disk_usage(path).free
 
     def compiler(self, profile: EngineProfile) -> str | None:
@@ -321,10 +322,11 @@ def _compiler(
     pinned = profile.versions["neuronx-cc"]
     if not emulated and version.split("+")[0] != pinned:
         reasons.append(f"{path} is {version or 'of no version'}; profile {profile.name} pins {pinned}")
-    if not request.cross_compile and not machine.devices():
+    cores = _CORES_PER_DEVICE * machine.devices()
+    if not request.cross_compile and cores < max(request.tp_degree, 1):
         reasons.append(
-            "this machine has no Neuron device (/dev/neuron*): compile on an Inf2 instance, or give "
-            "--cross-compile"
+            f"this machine has {cores} NeuronCores (/dev/neuron*), and the libraries load what they compile "
+            f"onto {request.tp_degree}: compile on an Inf2 instance that has them, or give --cross-compile"
         )
     return path, version
 

@@ -6,6 +6,7 @@
 # It makes /opt/neuronfleet/venv, a layer over the engine profile's venv: the layer's .pth names the engine's
 # site-packages, so Ray and the engine are imported together, while the image's venv is never written to.
 #
+# NEURONFLEET_INSTALL=venv (the compile job's host): make the venv only; no user, no unit.
 # NEURONFLEET_ROOT (tests): a folder to install under in place of /; then nothing is started and no user made.
 set -Eeuo pipefail
 
@@ -140,6 +141,12 @@ start_units() {
 }
 
 check_image
+if [[ ${NEURONFLEET_INSTALL:-host} == venv ]]; then
+    install -d -m 0755 "$home"
+    install_venv
+    say "done in ${SECONDS} s, without units"
+    exit 0
+fi
 install_numactl
 make_user
 make_folders

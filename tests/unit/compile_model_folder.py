@@ -48,7 +48,7 @@ def request(tmp_path: Path, **changes: Any) -> CompileRequest:
     return CompileRequest(**{**values, **changes})
 
 
-def machine(path: Path = COMPILER_FOLDER, *, devices: bool = False, free: int = 10**12) -> Machine:
+def machine(path: Path = COMPILER_FOLDER, *, devices: int = 0, free: int = 10**12) -> Machine:
     """A machine whose PATH begins with ``path``."""
     return Machine(
         environment={"PATH": f"{path}:/usr/bin:/bin"},

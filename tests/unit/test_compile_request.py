@@ -73,7 +73,7 @@ def test_a_model_without_weights_or_config(tmp_path: Path) -> None:
 
 
 def test_known_bad_combinations_and_what_does_not_fit(tmp_path: Path) -> None:
-    real = machine(real_compiler(tmp_path / "bin"), devices=True)
+    real = machine(real_compiler(tmp_path / "bin"), devices=4)
     model_folder(tmp_path / "Qwen3-8B", architectures=["Qwen3ForCausalLM"], head_dim=64)
     told = reasons(tmp_path, real, model=str(tmp_path / "Qwen3-8B"), profile="vllm-neuron-2.28", tp_degree=8)
     assert "aws-neuron-sdk#1303" in told
@@ -90,14 +90,16 @@ def test_the_compiler_is_never_taken_for_another(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     empty = machine(tmp_path / "none")
     assert "no neuronx-cc in" in reasons(tmp_path, empty)
-    older = machine(real_compiler(tmp_path / "old", "2.20.9961.0+0acef03a"), devices=True)
+    older = machine(real_compiler(tmp_path / "old", "2.20.9961.0+0acef03a"), devices=4)
     assert "pins 2.23.6484.0" in reasons(tmp_path, older, profile="vllm-neuron-2.28")
 
 
 def test_without_cores_only_a_cross_compilation_may_start(tmp_path: Path) -> None:
     model_folder(tmp_path / "model")
     real = real_compiler(tmp_path / "bin")
-    assert "no Neuron device" in reasons(tmp_path, machine(real), profile="vllm-neuron-2.28")
+    assert "has 0 NeuronCores" in reasons(tmp_path, machine(real), profile="vllm-neuron-2.28")
+    small = machine(real, devices=1)
+    assert "onto 8" in reasons(tmp_path, small, profile="vllm-neuron-2.28", tp_degree=8)
     assert not check(
         request(tmp_path, profile="vllm-neuron-2.28", cross_compile=True), machine(real)
     ).emulated
@@ -105,14 +107,14 @@ def test_without_cores_only_a_cross_compilation_may_start(tmp_path: Path) -> Non
 
 def test_profiles_that_compile_nothing_and_int8_paths(tmp_path: Path) -> None:
     model_folder(tmp_path / "model")
-    real = machine(real_compiler(tmp_path / "bin"), devices=True)
+    real = machine(real_compiler(tmp_path / "bin"), devices=4)
     assert "profile cpu compiles nothing" in reasons(tmp_path, real, profile="cpu")
     assert "which no host has" in reasons(tmp_path, real, profile="vllm-neuron-2.28", dtype="int8")
 
 
 def test_transformers_neuronx_has_its_own_rules(tmp_path: Path) -> None:
     model_folder(tmp_path / "model")
-    real = machine(real_compiler(tmp_path / "bin", "2.20.9961.0+0acef03a"), devices=True)
+    real = machine(real_compiler(tmp_path / "bin", "2.20.9961.0+0acef03a"), devices=4)
     checked = check(request(tmp_path, profile="transformers-neuronx-2.25", chunk_sizes=(128,)), real)
     assert "speculation-k128-seqlen512-batch1" in [graph.name for graph in checked.graphs]
     assert {graph.bucket for graph in checked.graphs} == {512, 2048}
