@@ -112,6 +112,15 @@ def check(request: CompileRequest, machine: Machine | None = None) -> Checked:
     machine = machine or Machine()
     reasons: list[str] = []
     profile = _profile(request, reasons)
+    reasons += [
+        f"{option} {value} must be at least 1"
+        for option, value in (
+            ("--tp-degree", request.tp_degree),
+            ("--batch-size", request.batch_size),
+            ("--max-model-len", request.max_model_len),
+        )
+        if value < 1
+    ]
     folder, model = _model(request, machine, reasons)
     if profile is None or model is None:
         reasons += _folder_reasons(request, folder)
@@ -128,15 +137,6 @@ def check(request: CompileRequest, machine: Machine | None = None) -> Checked:
         context_buckets=contexts,
         token_buckets=tokens,
     )
-    reasons += [
-        f"{option} {value} must be at least 1"
-        for option, value in (
-            ("--tp-degree", request.tp_degree),
-            ("--batch-size", request.batch_size),
-            ("--max-model-len", request.max_model_len),
-        )
-        if value < 1
-    ]
     warnings = _plan_reasons(request, profile, model, contexts, reasons)
     tnx = _engine_reasons(request, profile, arguments, reasons)
     compiler, version = _compiler(request, profile, machine, reasons)
@@ -192,7 +192,11 @@ def _model(request: CompileRequest, machine: Machine, reasons: list[str]) -> tup
     folder = Path(request.model)
     if not folder.is_dir():
         reasons.append(_absent(request.model, machine))
-        return folder, None
+        try:
+            # What the plan knows of it is enough to tell everything else that is wrong.
+            return folder, load_model(request.model)
+        except (ModelError, UnknownNameError):
+            return folder, None
     reasons += model_faults(folder)
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
         reasons.append(
@@ -352,7 +356,7 @@ def _space_reasons(request: CompileRequest, folder: Path, machine: Machine, *, e
     while not place.exists():
         place = place.parent
     need = _EMULATED_BYTES if emulated else _GRAPH_BYTES
-    if place.stat().st_dev != folder.stat().st_dev:
+    if folder.is_dir() and place.stat().st_dev != folder.stat().st_dev:
         need += sum(path.stat().st_size for path in own_files(folder) if path.is_file())
     free = machine.free_bytes(place)
     if free >= need:

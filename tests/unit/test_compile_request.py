@@ -59,7 +59,11 @@ def test_unknown_and_gated_models_and_ids_are_no_folders(
     gated = reasons(tmp_path, model="meta-llama/Meta-Llama-3-8B-Instruct")
     assert "gated model" in gated
     assert "HF_TOKEN is not set" in gated
-    known = reasons(tmp_path, model="Qwen/Qwen2.5-7B-Instruct", profile="nonsense")
+    assert "tensor parallel degree 3 is not documented" in reasons(
+        tmp_path, model="meta-llama/Meta-Llama-3-8B-Instruct", tp_degree=3
+    ), "a model that is not here hides no other reason"
+    known = reasons(tmp_path, model="Qwen/Qwen2.5-7B-Instruct", profile="nonsense", batch_size=0)
+    assert "--batch-size 0 must be at least 1" in known
     assert "compiling downloads nothing" in known
     assert "unknown engine profile 'nonsense'" in known
 
