@@ -128,6 +128,32 @@ def test_eleven_devices_are_refused_unless_degraded(tmp_path: Path) -> None:
     assert len(plan["blocks"]) == 2 and "device 5" in plan["warnings"][0]
 
 
+def test_a_last_device_that_is_missing_is_known_by_its_links(tmp_path: Path) -> None:
+    path = tmp_path / "neuron-ls.json"
+    path.write_text(emulated_output(tmp_path, "inf2.48xlarge", missing_devices=[11]))
+    done = topology("--neuron-ls", str(path), "--tp-degree", "8")
+    assert done.exit_code == 1
+    assert "NeuronLink joins device 11 to others): device 11 is missing or dead" in done.stderr
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[null]", "[" * 200_000], ids=["text", "null", "deep"])
+def test_garbage_is_named_also_where_a_degraded_plan_is_allowed(text: str) -> None:
+    for more in ((), ("--degraded",)):
+        done = topology("--neuron-ls", "-", "--tp-degree", "8", "--json", *more, text=text)
+        assert done.exit_code == 1
+        assert json.loads(done.stdout)["problems"][0]["kind"] == "neuron-ls-output"
+
+
+def test_brackets_from_the_tool_are_shown_as_they_are(tmp_path: Path) -> None:
+    listed = json.loads(emulated_output(tmp_path, "inf2.48xlarge"))
+    listed[2]["neuron_processes"] = [{"pid": 77, "command": "[/old]"}]
+    for device in listed:
+        device["instance_type"] = "[/odd]"
+    done = topology("--neuron-ls", "-", "--tp-degree", "2", "--degraded", text=json.dumps(listed))
+    assert done.exit_code == 0
+    assert "[/odd]: 24 NeuronCores" in done.stdout and "process 77 ([/old])" in " ".join(done.stdout.split())
+
+
 @pytest.mark.skipif(TOPOLOGY_PATH.exists(), reason=f"this machine is a fleet's host: it has {TOPOLOGY_PATH}")
 def test_elsewhere_than_on_a_host_the_way_out_is_said() -> None:
     done = topology()

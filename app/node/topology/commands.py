@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from app.node.topology.draw import draw
 from app.node.topology.host import host_of_output, read_host, read_neuron_ls_file
@@ -129,7 +130,7 @@ def _show_live(console: Console, plan: TopologyPlan) -> None:
         if live["ok"]:
             console.print(f"[green]live[/] {where} on CPUs {live['cpus']}, memory {live['memory_policy']}")
         else:
-            console.print(f"[red]live[/] {where}: {live['reason']}")
+            console.print(f"[red]live[/] {where}: {escape(live['reason'])}")
     if not bindings:
         console.print("No block is claimed now.")
 

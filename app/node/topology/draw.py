@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +27,7 @@ def draw(console: Console, host: HostTopology | None, plan: TopologyPlan) -> Non
         plan: what is drawn.
     """
     cores = sum(len(block.cores) for block in plan.blocks) + len(plan.idle_cores)
-    name = f"{host.instance_type}: " if host and host.instance_type else ""
+    name = f"{escape(host.instance_type)}: " if host and host.instance_type else ""
     console.print(
         f"[bold]{name}{cores} NeuronCores, tensor-parallel degree {plan.tp_degree}: "
         f"{_count(len(plan.blocks), 'block')}, {_count(len(plan.raylets), 'raylet')}[/]"
@@ -39,7 +40,7 @@ def draw(console: Console, host: HostTopology | None, plan: TopologyPlan) -> Non
     if plan.idle_cores:
         console.print(f"Idle: cores {format_idlist(plan.idle_cores)} belong to no block.")
     for warning in plan.warnings:
-        console.print(f"[yellow]warning:[/] {warning}")
+        console.print(f"[yellow]warning:[/] {escape(warning)}")
 
 
 def _node_panels(host: HostTopology, plan: TopologyPlan) -> Iterator[RenderableType]:

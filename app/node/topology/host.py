@@ -14,7 +14,13 @@ from typing import Literal
 
 from app.node.topology.idlist import format_idlist, parse_idlist
 from app.node.topology.model import Device, HostTopology, NumaNode
-from app.node.topology.neuron_ls import NEURON_LS, NeuronLsReading, parse_neuron_ls, run_neuron_ls
+from app.node.topology.neuron_ls import (
+    MAX_DEVICES,
+    NEURON_LS,
+    NeuronLsReading,
+    parse_neuron_ls,
+    run_neuron_ls,
+)
 
 INF2_DEVICES = {"inf2.xlarge": 1, "inf2.8xlarge": 1, "inf2.24xlarge": 6, "inf2.48xlarge": 12}
 """Devices of each size. Source: Neuron documentation, Inf2 architecture."""
@@ -270,7 +276,10 @@ def _check_count(
                 "Is the instance type an inf2 one, and is the driver loaded?",
             )
         return
-    expected = max(INF2_DEVICES.get(instance_type or "", 0), pci_count, max(indices) + 1)
+    linked: set[int] = set()
+    if instance_type not in INF2_DEVICES:  # nothing else says that the last devices are missing
+        linked = {link for device in devices for link in device.connected_to if 0 <= link < MAX_DEVICES}
+    expected = max(INF2_DEVICES.get(instance_type or "", 0), pci_count, max(indices | linked) + 1)
     missing = sorted(set(range(expected)) - indices)
     if missing:
         because = (
@@ -278,6 +287,8 @@ def _check_count(
             if instance_type in INF2_DEVICES and len(devices) < INF2_DEVICES[instance_type]
             else f"PCI lists {pci_count}"
             if pci_count > len(devices)
+            else f"NeuronLink joins device {format_idlist(linked & set(missing))} to others"
+            if linked & set(missing)
             else f"the numbering has {'a gap' if len(missing) == 1 else 'gaps'}"
         )
         reading.problem(

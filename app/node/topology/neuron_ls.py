@@ -75,7 +75,7 @@ def parse_neuron_ls(text: str) -> NeuronLsReading:
         return reading
     try:
         listed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reading.problem(
             "neuron-ls-output", f"neuron-ls -j printed no JSON ({error}); it begins {text.strip()[:60]!r}"
         )

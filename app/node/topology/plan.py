@@ -63,7 +63,7 @@ def plan_topology(
     problems = [p for p in host.problems if not (ignore_processes and p.kind == "stale-process")]
     warnings = list(host.warnings)
     devices = list(host.devices)
-    fatal = [p for p in problems if p.kind in _FATAL] if allow_degraded else problems
+    fatal = [p for p in problems if p.kind in _FATAL] if allow_degraded and devices else problems
     degree = _degree_problem(tp_degree, devices, supported_degrees)
     if fatal or degree:
         raise TopologyError([*fatal, *([degree] if degree else [])])
@@ -72,7 +72,7 @@ def plan_topology(
         devices = _without_faults(host, devices, ignore_processes)
     cuts = cut_blocks(devices, tp_degree, _sockets(host))
     if not cuts:
-        raise TopologyError([_no_block_problem(tp_degree, devices)])
+        raise TopologyError([*problems, _no_block_problem(tp_degree, devices)])
     blocks = [
         Block(
             index=index,
