@@ -48,13 +48,13 @@ def test_every_raylet_starts_through_numactl(blueprint: Deployed) -> None:
 
 
 def test_tokens_stream_through_the_load_balancer(blueprint: Deployed) -> None:
-    """Twice, so that both workers' proxies are asked; a proxy may use the other worker's replica."""
-    for _ in range(2):
-        answer = chat(blueprint.url, "What is the capital of France?")
+    question = "What is the capital of France?"
+    for _ in range(2):  # both workers' proxies are asked
+        answer = chat(blueprint.url, question)
         assert "Paris" in answer.text
         assert answer.finish_reasons == ["stop"]
-        assert_really_streamed(answer, span_s=SHORT_ANSWER_SPAN_S)
-        assert_really_streamed(chat(blueprint.url, "Count from one to twenty in words."))
+    assert_really_streamed(lambda: chat(blueprint.url, question), span_s=SHORT_ANSWER_SPAN_S)
+    assert_really_streamed(lambda: chat(blueprint.url, "Count from one to twenty in words."))
 
 
 def test_the_cluster_shares_one_token_from_secrets_manager(blueprint: Deployed) -> None:

@@ -43,14 +43,14 @@ def test_the_stacks_are_complete_and_the_host_is_a_healthy_cell(dev: Deployed) -
 
 
 def test_tokens_stream_through_the_load_balancer(dev: Deployed) -> None:
-    stream = chat(dev.url, "What is the capital of France? Then count from one to ten in words.")
-    assert_really_streamed(stream)
+    long = "What is the capital of France? Then count from one to ten in words."
+    stream = assert_really_streamed(lambda: chat(dev.url, long))
     assert "text/event-stream" in stream.headers["content-type"]
     assert len(stream.finish_reasons) == 1 and stream.finish_reasons[0] in ("stop", "length")
-    answer = chat(dev.url, "What is the capital of France?")
+    question = "What is the capital of France?"
+    answer = assert_really_streamed(lambda: chat(dev.url, question), span_s=SHORT_ANSWER_SPAN_S)
     assert "Paris" in answer.text
     assert answer.finish_reasons == ["stop"]
-    assert_really_streamed(answer, span_s=SHORT_ANSWER_SPAN_S)
 
 
 def test_the_openai_package_streams(dev: Deployed) -> None:
