@@ -70,8 +70,11 @@ def chat(url: str, question: str, *, max_tokens: int = 64) -> Stream:
 
 
 def held_back(stream: Stream, *, span_s: float = 0.3) -> str:
-    """Why a stream does not count as streamed, empty if it does: several chunks, the last ``span_s`` after the
-    first, fewer than half within 5 ms of the one before."""
+    """Why a stream does not count as streamed, empty if it does.
+
+    It does when it has several chunks, the last ``span_s`` after the first, and fewer than half of them within
+    5 ms of the one before.
+    """
     times = stream.content_times
     close = sum(1 for before, after in pairwise(times) if after - before <= 0.005)
     if len(times) < 4:
@@ -86,8 +89,8 @@ def held_back(stream: Stream, *, span_s: float = 0.3) -> str:
 def assert_really_streamed(ask: Callable[[], Stream], *, span_s: float = 0.3, tries: int = 8) -> Stream:
     """Ask until a stream comes evenly, and give it.
 
-    What holds tokens back holds them back each time; a machine of two cores that is busy with two hosts bunches
-    one stream or another. Whole and in order must each of them be.
+    What holds tokens back holds them back each time; a machine of two cores that is busy with two hosts
+    bunches one stream or another. Whole and in order must each of them be.
     """
     reasons = []
     for _ in range(tries):

@@ -22,16 +22,24 @@ def app(deploy: Deploy) -> App:
 @pytest.mark.timeout(480)
 def test_the_capital_of_france_streams(app: App) -> None:
     body = {"model": app.model, "messages": QUESTION, "temperature": 0, "max_tokens": 40}
-    result = stream(app.url, "/v1/chat/completions", body)
-    assert "Paris" in result.text
-    assert result.finish_reasons == ["stop"]
-    assert result.done
-    times = result.token_times
-    assert len(times) >= 5
+    bunches = []
+    for _ in range(
+        5
+    ):  # a busy machine bunches a stream now and then; what holds tokens back does so each time
+        result = stream(app.url, "/v1/chat/completions", body)
+        assert "Paris" in result.text
+        assert result.finish_reasons == ["stop"]
+        assert result.done
+        times = result.token_times
+        assert len(times) >= 5
+        gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+        if sum(gap < 0.005 for gap in gaps) < len(gaps) / 2:
+            break
+        bunches.append(gaps)
+    else:
+        raise AssertionError(f"chunks came in bunches each time: {bunches}")
     # Eight engine steps: some 55 ms each on an older CPU, some 17 ms where the CPU has bf16 instructions.
     assert times[-1] - times[0] >= 0.06
-    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-    assert sum(gap < 0.005 for gap in gaps) < len(gaps) / 2, f"chunks came in bunches: {gaps}"
 
 
 @pytest.mark.timeout(120)
