@@ -23,9 +23,8 @@ def app(deploy: Deploy) -> App:
 def test_the_capital_of_france_streams(app: App) -> None:
     body = {"model": app.model, "messages": QUESTION, "temperature": 0, "max_tokens": 40}
     bunches = []
-    for _ in range(
-        5
-    ):  # a busy machine bunches a stream now and then; what holds tokens back does so each time
+    # A busy machine bunches a stream now and then; what holds tokens back does so each time.
+    for _ in range(5):
         result = stream(app.url, "/v1/chat/completions", body)
         assert "Paris" in result.text
         assert result.finish_reasons == ["stop"]
@@ -33,7 +32,7 @@ def test_the_capital_of_france_streams(app: App) -> None:
         times = result.token_times
         assert len(times) >= 5
         gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
-        if sum(gap < 0.005 for gap in gaps) < len(gaps) / 2:
+        if sum(gap < 0.005 for gap in gaps) < len(gaps) / 2 and times[-1] - times[0] >= 0.06:
             break
         bunches.append(gaps)
     else:
