@@ -72,8 +72,8 @@ def chat(url: str, question: str, *, max_tokens: int = 64) -> Stream:
 def held_back(stream: Stream, *, span_s: float = 0.3) -> str:
     """Why a stream does not count as streamed, empty if it does.
 
-    It does when it has several chunks, the last ``span_s`` after the first, fewer than half of them within 5 ms
-    of the one before.
+    It does with several chunks, the last ``span_s`` after the first, and fewer than half of them within
+    5 ms of the one before.
     """
     times = stream.content_times
     close = sum(1 for before, after in pairwise(times) if after - before <= 0.005)
