@@ -167,6 +167,10 @@ class BridgeNetwork:
             input_text=f"table inet {table}\ndelete table inet {table}\n")  # fmt: skip
         self._rules = None
         if self._exists():
+            for link in _show("link"):
+                # Of a machine whose end nobody saw.
+                if link.get("master") == self.bridge and link["ifname"].startswith("vb-"):
+                    run(["ip", "link", "delete", link["ifname"]], "remove a machine's link")
             run(["ip", "link", "delete", self.bridge], "remove the bridge")
 
     def _exists(self) -> bool:

@@ -265,6 +265,14 @@ class NspawnMachines:
         if not cgroups.kill(self._bridge, instance_id):
             return
         cgroups.remove(self._bridge, instance_id)
+        # A socket that still waits for a vanished peer keeps the machine's network namespace, and with it its
+        # link, for minutes. The link's full name is an alternative one: it is longer than a link's may be.
+        subprocess.run(
+            ["ip", "link", "delete", f"vb-{instance_id}"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+        )
         with contextlib.suppress(OSError):
             (_RUN / "propagate" / instance_id).rmdir()
         home = self._folder / instance_id
