@@ -43,7 +43,7 @@ def test_the_stacks_are_complete_and_the_host_is_a_healthy_cell(dev: Deployed) -
 
 
 def test_tokens_stream_through_the_load_balancer(dev: Deployed) -> None:
-    long = "What is the capital of France? Then count from one to ten in words."
+    long = "Count from one to twenty in words."
     stream = assert_really_streamed(lambda: chat(dev.url, long))
     assert "text/event-stream" in stream.headers["content-type"]
     assert len(stream.finish_reasons) == 1 and stream.finish_reasons[0] in ("stop", "length")
