@@ -19,8 +19,8 @@ from rehearsal.image import ensure_image
 from rehearsal.interfaces import RehearsalError
 from tests.rehearsal.whole import (
     PYTHON,
+    assert_nothing_left,
     consoles,
-    leftovers,
     needs_root,
     refuse_to_disturb,
     run_down,
@@ -35,7 +35,7 @@ def nothing_left() -> Iterator[None]:
     refuse_to_disturb()
     yield
     run_down()
-    assert leftovers() == []
+    assert_nothing_left()
 
 
 def _quiet(_: str) -> None:

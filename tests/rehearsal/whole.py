@@ -121,7 +121,7 @@ def deployed(environment: str) -> Iterator[Deployed]:
         yield up
     finally:
         run_down()
-    assert leftovers() == []
+    assert_nothing_left()
 
 
 def consoles() -> str:
@@ -130,6 +130,14 @@ def consoles() -> str:
     for path in sorted((default_home() / "consoles").glob("*.log")):
         shown.append(f"\n--- {path.name}\n" + path.read_text(errors="replace")[-3000:])
     return "".join(shown)
+
+
+def assert_nothing_left(within_s: float = 5.0) -> None:
+    """The kernel ends what was told to end a moment later."""
+    deadline = time.monotonic() + within_s
+    while left := leftovers():
+        assert time.monotonic() < deadline, f"`make down` left: {left}"
+        time.sleep(0.5)
 
 
 def leftovers() -> list[str]:
