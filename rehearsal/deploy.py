@@ -19,7 +19,7 @@ from rehearsal.tls import ensure_tls
 
 Say = Callable[[str], None]
 # What the reconciler cannot do without, as its faults name it.
-_FATAL = ("load balancer", "network")
+_FATAL = ("load balancer",)
 _TOO_MANY_DEATHS = 3
 """The group replaces a host that dies, without end; after so many the next one will not fare better."""
 
@@ -61,7 +61,7 @@ class Cdk:
         self.home.logs.mkdir(parents=True, exist_ok=True)
         log = self.home.logs / f"cdk-{name}.log"
         offset = self.home.events.stat().st_size if self.home.events.exists() else 0
-        died = 0
+        died, rolling_back = 0, False
         with log.open("wb") as output:
             process = subprocess.Popen(
                 [str(REPOSITORY / "node_modules/.bin/cdk"), "--ci", *arguments],
@@ -77,13 +77,14 @@ class Cdk:
                 while process.poll() is None:
                     events, offset = read_events(self.home, offset)
                     for event in events:
+                        rolling_back |= "ROLLBACK" in str(event.get("status", ""))
                         died += event["kind"] == "instance.died"
-                        if died >= _TOO_MANY_DEATHS:
+                        if died >= _TOO_MANY_DEATHS and not rolling_back:
                             raise RehearsalError(
                                 f"{died} hosts died while booting ({event['message']}); their consoles: "
                                 f"{self.home.path / 'consoles'}"
                             )
-                        if event["kind"] == "fault" and event["what"] in _FATAL:
+                        if event["kind"] == "fault" and event["what"] in _FATAL and not rolling_back:
                             # No host can become healthy any more: better now than after the boot's timeout.
                             raise RehearsalError(f"{event['message']}. `make down`, mend it, `make up`")
                         # Resources pass by; what happens to hosts and signals is what a person waits for.
