@@ -11,6 +11,7 @@ from typing import Any
 import boto3
 import pytest
 from moto import mock_aws
+from moto.core.botocore_stubber import BotocoreStubber
 
 from app.compile.folder import ArtifactError, build_manifest, folder_faults, model_digest
 from app.compile.manifest import Manifest, blob_key, manifest_key
@@ -150,7 +151,16 @@ def test_a_file_that_changes_while_it_is_published_is_refused(
     assert not any(key.startswith("manifests/") for key in keys(s3))
 
 
-def test_two_publishers_at_once(s3: Any, folder: Path) -> None:
+def test_two_publishers_at_once(s3: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their requests interleave; each is answered by itself, since moto closes an object's file when another
+    request overwrites it, where S3 does not."""
+    one_at_a_time, answer = threading.Lock(), BotocoreStubber.__call__
+
+    def locked(stubber: BotocoreStubber, *arguments: Any, **named: Any) -> Any:
+        with one_at_a_time:
+            return answer(stubber, *arguments, **named)
+
+    monkeypatch.setattr(BotocoreStubber, "__call__", locked)
     manifest = make(folder)
     digests: list[str] = []
 
